@@ -143,61 +143,61 @@ mlp.experts.local_experts.{expert}.linear_fc2.bias | mlp.experts.linear_fc2.bias
 """
 TOWERS = {
     "qwen2_5_vl": """
-patch_embed.proj.weight (tower channels frames patch patch)
-merger.ln_q.weight (tower)
-merger.mlp.0.weight (merged merged)
-merger.mlp.0.bias (merged)
-merger.mlp.2.weight (tower_out merged)
-merger.mlp.2.bias (tower_out)
+patch_embed.proj.weight (hidden_size in_channels temporal_patch_size patch_size patch_size)
+merger.ln_q.weight (hidden_size)
+merger.mlp.0.weight (merged_size merged_size)
+merger.mlp.0.bias (merged_size)
+merger.mlp.2.weight (out_hidden_size merged_size)
+merger.mlp.2.bias (out_hidden_size)
 """,
     "qwen3_vl": """
-patch_embed.proj.weight (tower channels frames patch patch)
-patch_embed.proj.bias (tower)
-pos_embed.weight (places tower)
-merger.norm.weight (tower)
-merger.norm.bias (tower)
-merger.linear_fc1.weight (merged merged)
-merger.linear_fc1.bias (merged)
-merger.linear_fc2.weight (tower_out merged)
-merger.linear_fc2.bias (tower_out)
+patch_embed.proj.weight (hidden_size in_channels temporal_patch_size patch_size patch_size)
+patch_embed.proj.bias (hidden_size)
+pos_embed.weight (num_position_embeddings hidden_size)
+merger.norm.weight (hidden_size)
+merger.norm.bias (hidden_size)
+merger.linear_fc1.weight (merged_size merged_size)
+merger.linear_fc1.bias (merged_size)
+merger.linear_fc2.weight (out_hidden_size merged_size)
+merger.linear_fc2.bias (out_hidden_size)
 """,
 }
 """Kind of a vision tower -> its tensors outside its blocks, under the names that they have in Hugging Face's files.
 Names of a tower's tensors lack its prefix."""
 DEEPSTACK_MERGER = """
-deepstack_merger_list.{index}.norm.weight (merged)
-deepstack_merger_list.{index}.norm.bias (merged)
-deepstack_merger_list.{index}.linear_fc1.weight (merged merged)
-deepstack_merger_list.{index}.linear_fc1.bias (merged)
-deepstack_merger_list.{index}.linear_fc2.weight (tower_out merged)
-deepstack_merger_list.{index}.linear_fc2.bias (tower_out)
+deepstack_merger_list.{index}.norm.weight (merged_size)
+deepstack_merger_list.{index}.norm.bias (merged_size)
+deepstack_merger_list.{index}.linear_fc1.weight (merged_size merged_size)
+deepstack_merger_list.{index}.linear_fc1.bias (merged_size)
+deepstack_merger_list.{index}.linear_fc2.weight (out_hidden_size merged_size)
+deepstack_merger_list.{index}.linear_fc2.bias (out_hidden_size)
 """
 TOWER_ATTENTION = """
-blocks.{index}.norm1.weight (tower)
-blocks.{index}.norm2.weight (tower)
-blocks.{index}.attn.qkv.weight (tower_qkv tower)
-blocks.{index}.attn.qkv.bias (tower_qkv)
-blocks.{index}.attn.proj.weight (tower tower)
-blocks.{index}.attn.proj.bias (tower)
+blocks.{index}.norm1.weight (hidden_size)
+blocks.{index}.norm2.weight (hidden_size)
+blocks.{index}.attn.qkv.weight (qkv_size hidden_size)
+blocks.{index}.attn.qkv.bias (qkv_size)
+blocks.{index}.attn.proj.weight (hidden_size hidden_size)
+blocks.{index}.attn.proj.bias (hidden_size)
 """
 TOWER_BLOCKS = {
     "qwen2_5_vl": TOWER_ATTENTION
     + """
-blocks.{index}.mlp.gate_proj.weight (tower_ffn tower)
-blocks.{index}.mlp.gate_proj.bias (tower_ffn)
-blocks.{index}.mlp.up_proj.weight (tower_ffn tower)
-blocks.{index}.mlp.up_proj.bias (tower_ffn)
-blocks.{index}.mlp.down_proj.weight (tower tower_ffn)
-blocks.{index}.mlp.down_proj.bias (tower)
+blocks.{index}.mlp.gate_proj.weight (intermediate_size hidden_size)
+blocks.{index}.mlp.gate_proj.bias (intermediate_size)
+blocks.{index}.mlp.up_proj.weight (intermediate_size hidden_size)
+blocks.{index}.mlp.up_proj.bias (intermediate_size)
+blocks.{index}.mlp.down_proj.weight (hidden_size intermediate_size)
+blocks.{index}.mlp.down_proj.bias (hidden_size)
 """,
     "qwen3_vl": TOWER_ATTENTION
     + """
-blocks.{index}.norm1.bias (tower)
-blocks.{index}.norm2.bias (tower)
-blocks.{index}.mlp.linear_fc1.weight (tower_ffn tower)
-blocks.{index}.mlp.linear_fc1.bias (tower_ffn)
-blocks.{index}.mlp.linear_fc2.weight (tower tower_ffn)
-blocks.{index}.mlp.linear_fc2.bias (tower)
+blocks.{index}.norm1.bias (hidden_size)
+blocks.{index}.norm2.bias (hidden_size)
+blocks.{index}.mlp.linear_fc1.weight (intermediate_size hidden_size)
+blocks.{index}.mlp.linear_fc1.bias (intermediate_size)
+blocks.{index}.mlp.linear_fc2.weight (hidden_size intermediate_size)
+blocks.{index}.mlp.linear_fc2.bias (hidden_size)
 """,
 }
 """Kind of a vision tower -> the tensors of a block."""

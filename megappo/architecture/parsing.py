@@ -218,7 +218,7 @@ def _contradictions(model: Architecture) -> Iterator[str]:
         yield f"{ROTARY_SIZE} is {written}, {ROTARY_PART} {model.rope.part:g} x head_dim {size} is another number"
     if model.vision and sum(model.vision.mrope_section) != rotated // 2:
         yield f"mrope_section {model.vision.mrope_section} has not {rotated // 2:g} numbers together, half of {name}"
-    if model.vision and model.vision.sizes["tower_out"] != model.hidden_size:
+    if model.vision and model.vision.sizes["out_hidden_size"] != model.hidden_size:
         yield f"out_hidden_size of vision_config is not hidden_size {model.hidden_size}"
     layers = model.linear.layers if model.linear else model.windows
     for key, kinds in (("layer_types", layers), (ROTATED, model.unrotated)):

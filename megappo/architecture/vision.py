@@ -54,6 +54,11 @@ class Vision:
     config: Mapping[str, Any]
 
     @property
+    def media_tokens(self) -> tuple[int, int]:
+        """Tokens that stand for images and videos; a response ends with one."""
+        return self.image_token, self.video_token
+
+    @property
     def frequency_axes(self) -> list[int]:
         """For each rotary frequency of a head, the number that it takes of a position: 0 frame, 1 row, 2 column."""
         section = self.mrope_section
@@ -63,20 +68,10 @@ class Vision:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the tower by their names in `parameter_tables.TOWERS`, and its `depth`."""
+        """Sizes of the tower by their names in `parameter_tables.TOWERS`: the keys of its config, and two others."""
         hidden = self.config["hidden_size"]
-        return {
-            "depth": self.config["depth"],
-            "tower": hidden,
-            "tower_qkv": 3 * hidden,
-            "tower_ffn": self.config["intermediate_size"],
-            "tower_out": self.config["out_hidden_size"],
-            "merged": hidden * self.merge_size**2,
-            "places": self.config.get("num_position_embeddings", 0),
-            "channels": self.config.get("in_channels", 3),
-            "frames": self.temporal_patch_size,
-            "patch": self.patch_size,
-        }
+        joined = {"qkv_size": 3 * hidden, "merged_size": hidden * self.merge_size**2}
+        return {"in_channels": 3, **self.config, **joined}
 
 
 def num_image_tokens(grid: Sequence[int], merge_size: int) -> int:
@@ -86,8 +81,8 @@ def num_image_tokens(grid: Sequence[int], merge_size: int) -> int:
 
 def text_values(raw: RawValues) -> RawValues:
     """Return the keys of a language model with a tower: those at the top of config.json, and the nested ones."""
-    top = {key: value for key, value in raw.items() if key not in (TEXT, VISION)}
-    return {**top, **(raw.get(TEXT) or {}), **{key: top[key] for key in AT_TOP if key in top}}
+    at_top = {key: raw[key] for key in AT_TOP if key in raw}
+    return {**raw, TEXT: None, VISION: None, **(raw.get(TEXT) or {}), **at_top}
 
 
 def unnested_name(tensor: str) -> str:

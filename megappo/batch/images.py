@@ -19,11 +19,13 @@ class Image:
         grid: (frames, rows, columns) in patches, before merging.
         key: (number of the data set, position in it, number in the prompt). It finds the image again on any rank; equal
             keys are equal pixels.
+        digest: checksum of its file.
     """
 
     place: int
     grid: tuple[int, int, int]
     key: tuple[int, int, int]
+    digest: str = ""
 
 
 class ImageSource(Protocol):

@@ -39,7 +39,7 @@ class PackedBatch:
         expert_choices: [T, K] uint8, of the tokens held here, as in the rows, 0 for padding; None if they have none.
         mrope_positions: [3, T] int64: frame, row and column of the tokens held here, for a model with a vision tower.
         image_slots: [T] int64: numbers of the tokens held here among the tokens of `images`, -1 for text.
-        images: the images in the rows, each once.
+        images: the images in the rows, once for each row.
         returns: [N], targets of the values at `predictor_index`; None if the rows have none.
     """
 
@@ -57,7 +57,7 @@ class PackedBatch:
     expert_choices: Tensor | None = None
     mrope_positions: Tensor | None = None
     image_slots: Tensor | None = None
-    images: tuple[Image, ...] = ()
+    images: Sequence[Image] = ()
     returns: Tensor | None = None
 
     def responses(self, flat: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def pack(
         tensors["expert_choices"] = whole[held]
     if (returns := rows.fields.get("returns")) is not None:
         tensors["returns"] = returns[is_written][is_held]
-    images: tuple[Image, ...] = ()
+    images: Sequence[Image] = ()
     if vision is not None:
         positions, slots, images = lay_out_images(rows, starts, vision, source)
         tensors |= {"mrope_positions": positions[:, held], "image_slots": slots[held]}

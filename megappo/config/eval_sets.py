@@ -25,6 +25,7 @@ OWN_KEYS = {
     "reward": "reward.function",
     "prompt_key": "data.prompt_key",
     "label_key": "data.label_key",
+    "image_key": "data.image_key",
     "max_prompt_length": "data.max_prompt_length",
 }
 """Key of a data set -> the key of the whole run that it replaces."""

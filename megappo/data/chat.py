@@ -170,9 +170,9 @@ def read_messages(value: Any, alternative: str = "", *, reads_images: bool = Fal
     for number, one in enumerate(value, 1):
         if isinstance(one, dict) and (role := SHAREGPT_ROLES.get(str(one.get("from")))):
             one = {**one, "role": role, "content": one.get("value"), "from": None, "value": None}
-        has_parts = reads_images and _has_parts(one)
+        has_parts = reads_images and isinstance(one, dict) and isinstance(one.get("content"), list)
         if not is_message({**one, "content": ""} if has_parts else one):
-            remedy = "content may be null beside tool_calls" + ("" if reads_images else ", and images are not read")
+            remedy = "content may be null beside tool_calls, and a list only for a model with vision"
             raise ValueError(f"{expected} {one!r:.80} as message {number} of {len(value)}: {remedy}")
         messages.append(
             {name: part for name, part in one.items() if part is not None} | {"content": one["content"] or ""}
@@ -180,11 +180,6 @@ def read_messages(value: Any, alternative: str = "", *, reads_images: bool = Fal
         if calls := one.get("tool_calls"):
             messages[-1]["tool_calls"] = list(map(_with_object, calls))
     return messages
-
-
-def _has_parts(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and all(isinstance(part, dict) for part in content)
 
 
 def _with_object(call: Any) -> Any:

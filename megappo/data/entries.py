@@ -21,16 +21,12 @@ from megappo.userland.spec import check_label
 
 NO_REWARD = Reward(function=None)
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-MEDIA = {
-    **dict.fromkeys(
-        ("images", "image"),
-        "only prompts of a model with vision may have images, where it writes single responses (no environment, tools "
-        "or agent); choose other data, or drop it",
-    ),
-    **dict.fromkeys(("videos", "audios"), "models read texts and images only; choose other data, or drop it"),
-}
+MEDIA = dict.fromkeys(
+    ("images", "image", "videos", "audios"),
+    "only prompts of a model with vision may have images, where it writes single responses (no environment, tools or "
+    "agent), in the field that data.image_key names; choose other data, or drop it",
+)
 """Fields with what is no text -> what to do about them."""
-NAMED_IMAGES = dict.fromkeys(("images", "image"), "name the field with the images in data.image_key, or drop it")
 HISTORY = {"history": "put the earlier turns into messages, or drop it"}
 UNREAD = {"system": "write it as the first message", "tools": "name the functions in rollout.tools"}
 """Fields that examples have beside their messages -> what to do about them in a record of a prompt."""
@@ -137,7 +133,7 @@ class PromptEntry:
         teacher: see `RecordFields.teacher_of`.
         warnings: fields that are not read, and why.
         images: its images, in their order.
-        num_image_tokens: tokens of all of them, once they have been measured.
+        image_tokens: tokens of each, in place of `images` once they have been measured.
     """
 
     rendered: RenderedText
@@ -148,7 +144,7 @@ class PromptEntry:
     teacher: int
     warnings: list[str]
     images: Sequence[ImageFile] = ()
-    num_image_tokens: int = 0
+    image_tokens: Sequence[int] = ()
 
 
 def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> PromptEntry:
@@ -163,20 +159,20 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> P
     prompt = values[fields.prompt_key]
     label = values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
-    if fields.images is None:
-        check_value("prompt", prompt)
     check_value("label", label)
     check_label(label, fields.reward.weights)
     columns, warnings = _columns(record, fields)
-    refuse_fields(record, MEDIA if fields.images is None else MEDIA | NAMED_IMAGES, fields.taken)
+    refuse_fields(record, MEDIA, fields.taken)
     for name, remedy in UNREAD.items():
         if record.get(name) and name not in fields.taken and fields.takes.optional is not None:
             warnings.append(f"the field {name!r} is not read: {remedy}, or drop it")
     content = chat.content_of(prompt)
     images: list[Any] = []
     if fields.images is not None:
-        content, images = place_images(content, images_in(record, fields.image_key), fields.images.placeholder)
-        check_value("prompt", content)
+        content, images = place_images(
+            content, images_in(_value_of(record, fields.image_key)), fields.images.placeholder
+        )
+    check_value("prompt", content)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = content
     rendered = RenderedText(chat.text_of(content), not isinstance(content, str))

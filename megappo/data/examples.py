@@ -93,6 +93,7 @@ class ConversationDataset(RecordDataset[E]):
     Attributes:
         forms: known forms of files; hint: a value of data.columns.
         fields: fields of the rows beside their mask.
+        media_tokens: tokens that stand for images and videos, which are not read.
     Raises:
         ConfigError: a file has no known form; the chat template does not read its arguments.
     """
@@ -100,6 +101,7 @@ class ConversationDataset(RecordDataset[E]):
     forms: ClassVar[Sequence[Mapping[str, str]]]
     hint: ClassVar[str]
     fields: ClassVar[Sequence[str]] = ()
+    media_tokens: Sequence[int] = ()
 
     def __init__(
         self,
@@ -251,6 +253,9 @@ class ConversationDataset(RecordDataset[E]):
             self._note_bad_row(check, number, ["the response is empty: it has no token"])
         elif mask[0]:
             self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
+        elif media := {*self.media_tokens}.intersection(tokens):
+            fault = f"the {self.singular} has token {min(media)}, which stands for an image or a video: drop it"
+            self._note_bad_row(check, number, [fault])
         elif len(tokens) > limit:
             fault = f"the {self.singular} has more tokens than data.max_length {limit}"
             remedy = f" ({len(tokens)}): raise it, drop this, or set data.too_long=skip"

@@ -8,10 +8,10 @@ white: SGLang would ignore the first two.
 import base64
 import binascii
 import io
-import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,12 +20,10 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from megappo.architecture.model_folder import read_json_file
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import Vision, num_image_tokens
-from megappo.config.config_error import ConfigError
+from megappo.config.config_error import ConfigError, shorten
 from megappo.config.schema import Config
-from megappo.config.text_files import TextFileError
 from megappo.data.chat import PromptContent
 
 if TYPE_CHECKING:
@@ -34,16 +32,13 @@ if TYPE_CHECKING:
 MARK = "<image>"
 """Stands for an image in a text, as in verl's files."""
 IMAGE_PART = {"type": "image"}
-SOURCES = ("image", "image_url", "url", "bytes", "path")
+SOURCES = ("bytes", "image", "image_url", "url", "path")
 """Fields of a part, or of an image in a record, that may hold it; the first that does."""
 FORMS = "a path, a file or data URL, or {'bytes': ..., 'path': ...}"
 THUMBNAIL = (192, 192)
 """Most columns and rows of an image that is shown."""
-PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
-PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-"""Settings of the processor that are the tower's, too, and their defaults."""
-DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-MOST_RATIO = 200
+PATCHES = ("patch_size", "merge_size", "temporal_patch_size")
+"""Settings of the processor that are the tower's, too."""
 Grid = tuple[int, int, int]
 
 
@@ -59,15 +54,8 @@ class ImageFile(NamedTuple):
     path: str
 
     def read(self) -> bytes:
-        """Return the content of the file.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
-        try:
-            return Path(self.path).read_bytes() if self.content is None else self.content
-        except OSError as error:
-            raise ValueError(f"the image {self.path} cannot be read ({error.strerror}): correct its path") from None
+        """Return the content of the file."""
+        return Path(self.path).read_bytes() if self.content is None else self.content
 
 
 def place_images(content: PromptContent, given: Sequence[Any], placeholder: str) -> tuple[PromptContent, list[Any]]:
@@ -101,19 +89,19 @@ def _check_count(num_places: int, given: Sequence[Any]) -> None:
     if num_places != len(given):
         raise ValueError(
             f"the prompt has {num_places} places for images ({MARK} in a text, or parts of type image that name none), "
-            f"but the record has {len(given)} images: write one for each"
+            f"but the record has {len(given)} images: write one for each. For {MARK} as plain text, write the content "
+            "of the message as parts, [{'type': 'text', 'text': ...}]"
         )
 
 
 def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the parts of a message without the null fields that parquet adds."""
     if isinstance(content, str):
-        texts = content.split(MARK)
-        parts = [part for text in texts for part in (IMAGE_PART, {"type": "text", "text": text})][1:]
-        return [part for part in parts if part.get("text") != ""]
+        texts = filter(None, re.split(f"({MARK})", content))
+        return [IMAGE_PART if text == MARK else {"type": "text", "text": text} for text in texts]
     found = []
     for part in content:
-        known = {name: value for name, value in part.items() if value is not None}
+        known = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
         if known.get("type") not in ("text", "image", "image_url") or not isinstance(known.get("text", ""), str):
             raise ValueError(f"a part of a message is {part!r:.80}: expected {{'type': 'text' or 'image'}}")
         found.append(known)
@@ -133,50 +121,36 @@ def image_file(value: Any, data_file: str) -> ImageFile:
         ValueError: it has none of the FORMS.
     """
     name = ""
-    if isinstance(value, Mapping):
+    while isinstance(value, Mapping):
         name = str(value.get("path") or "")
-        value = value.get("bytes") or _source(value)
-    if isinstance(value, Mapping):
         value = _source(value)
     if isinstance(value, bytes):
         return ImageFile(value, name or f"of {len(value):,} bytes")
     if not isinstance(value, str) or not value:
         raise ValueError(f"an image is {value!r:.80}: expected {FORMS}")
-    if value.startswith("data:"):
-        try:
-            return ImageFile(base64.b64decode(value.partition(",")[2], validate=True), f"{value:.40}...")
-        except binascii.Error as error:
-            raise ValueError(f"the image {value:.40}... is not base64 ({error}): write it again") from None
     if value.startswith(("http://", "https://")):
         raise ValueError(f"the image {value:.80} is not on this machine: download it, and name its path")
-    path = Path(unquote(urlsplit(value).path) if value.startswith("file://") else value)
-    beside = Path(data_file).parent / path
     try:
+        if value.startswith("data:"):
+            return ImageFile(base64.b64decode(value.partition(",")[2], validate=True), f"{value:.40}...")
+        path = Path(unquote(urlsplit(value).path) if value.startswith("file://") else value)
+        beside = Path(data_file).parent / path
         return ImageFile(None, str((beside if beside.exists() else path).absolute()))
-    except OSError as error:
-        raise ValueError(f"an image is {value!r:.80} ({error.strerror}): expected {FORMS}") from None
+    except (OSError, binascii.Error) as error:
+        raise ValueError(f"an image is {value!r:.80} ({error.args[-1]}): expected {FORMS}") from None
 
 
-def opened(content: bytes, name: str) -> Image.Image:
-    """Return an image whose header has been read.
-
-    Raises:
-        ValueError: it is damaged, or no image.
-    """
-    try:
-        return Image.open(io.BytesIO(content))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the image {name} is damaged, or no image ({error}): replace it") from None
+def opened(content: bytes) -> Image.Image:
+    """Return an image whose header has been read. It may be damaged, see `ImageReader.measure`."""
+    return Image.open(io.BytesIO(content))
 
 
 def _orientation(image: Image.Image) -> int:
     """Return EXIF's orientation, by the header; 1 for an upright image, and where EXIF's data are damaged."""
-    exif = Image.Exif()
-    try:
-        exif.load(image.info.get("exif", b""))
-        return int(exif.get(Base.Orientation, 1))
-    except (struct.error, SyntaxError, ValueError, TypeError):
-        return 1
+    with suppress(struct.error, SyntaxError, ValueError, TypeError):
+        if "exif" in image.info:
+            return int(image.getexif().get(Base.Orientation, 1))
+    return 1
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -197,7 +171,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 def data_url(content: bytes) -> str:
     """Return an image as engines get it: its file, or a PNG of what training reads, where SGLang would read another."""
-    image = opened(content, "")
+    image = opened(content)
     if image.mode != "RGB" or image.has_transparency_data or _orientation(image) != 1:
         content = _encoded(upright(image), "PNG")
     return "data:image;base64," + base64.b64encode(content).decode()
@@ -205,7 +179,7 @@ def data_url(content: bytes) -> str:
 
 def thumbnail(content: bytes) -> bytes:
     """Return an image as a small JPEG."""
-    image = upright(opened(content, ""))
+    image = upright(opened(content))
     image.thumbnail(THUMBNAIL)
     return _encoded(image, "JPEG")
 
@@ -216,45 +190,27 @@ def _encoded(image: Image.Image, form: str) -> bytes:
     return file.getvalue()
 
 
-def _processor_settings(folder: str) -> dict[str, Any]:
-    """Return the settings of a folder's image processor.
+def _processor(folder: str, vision: Vision, max_pixels: int | None) -> Any:
+    """Return the image processor of a model's folder.
 
     Raises:
-        ConfigError: there are none, or of another one than Qwen's.
+        ConfigError: there is none, another one than Qwen's, or one of another model.
     """
+    from transformers import AutoImageProcessor  # not above: it imports torch
+
+    limits = {} if max_pixels is None else {"max_pixels": max_pixels}
     try:
-        files = [Path(folder, name) for name in ("processor_config.json", "preprocessor_config.json")]
-        whole, own = [read_json_file(file) if file.is_file() else {} for file in files]
-    except TextFileError as error:
-        raise ConfigError(f"model.path: {error}") from error
-    settings = whole.get("image_processor") or own
-    found = settings.get("image_processor_type")
-    if found not in PROCESSORS:
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **limits)
+        found = type(processor).__name__, *(getattr(processor, name, None) for name in PATCHES)
+    except (OSError, ValueError) as error:
+        found = (shorten(str(error)),)
+    expected = "Qwen2VLImageProcessor", *(getattr(vision, name) for name in PATCHES)
+    if found != expected:
         raise ConfigError(
-            f"model.path: expected settings of the image processor {PROCESSORS[0]} in {folder}, found {found}: add "
+            f"model.path: expected an image processor, {', '.join(PATCHES)} {expected} in {folder}, found {found}: add "
             "preprocessor_config.json from the model's repository"
         )
-    return settings
-
-
-def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """Return the size that an image gets: multiples of `unit`, with `least` to `most` pixels.
-
-    Raises:
-        ValueError: it is too narrow.
-    Source: transformers 5.19, smart_resize of models/qwen2_vl/image_processing_qwen2_vl.py.
-    """
-    edges = height, width
-    if max(edges) > MOST_RATIO * min(edges):
-        raise ValueError(f"{height} x {width} pixels, one edge more than {MOST_RATIO} times as long as the other")
-    rows, columns = (round(edge / unit) * unit for edge in edges)
-    if rows * columns > most:
-        scale = math.sqrt(height * width / most)
-        rows, columns = (max(unit, math.floor(edge / scale / unit) * unit) for edge in edges)
-    elif rows * columns < least:
-        scale = math.sqrt(least / (height * width))
-        rows, columns = (math.ceil(edge * scale / unit) * unit for edge in edges)
-    return rows, columns
+    return processor
 
 
 class ImageReader:
@@ -265,6 +221,7 @@ class ImageReader:
     Attributes:
         placeholder: text that stands for an image.
         mark: the token in it that stands for the image's patches.
+        vision: the tower of the model.
     Raises:
         ConfigError: the folder has no such processor.
     """
@@ -272,28 +229,12 @@ class ImageReader:
     def __init__(
         self, folder: str, vision: Vision, tokenizer: "PreTrainedTokenizerBase", max_pixels: int | None = None
     ):
-        self._vision = vision
+        self.vision = vision
         tokens = [vision.start_token, vision.image_token, vision.end_token]
         start, self.mark, end = tokenizer.convert_ids_to_tokens(tokens)
         self.placeholder = start + self.mark + end
         self._video_mark = tokenizer.convert_ids_to_tokens(vision.video_token)
-        self._folder = folder
-        settings = _processor_settings(folder)
-        size = settings.get("size") or DEFAULT_SIZE
-        self._least = settings.get("min_pixels") or size["shortest_edge"]
-        self._most = max_pixels or settings.get("max_pixels") or size["longest_edge"]
-        found = tuple(settings.get(name, default) for name, default in PATCHES.items())
-        expected = tuple(getattr(vision, name) for name in PATCHES)
-        if found != expected:
-            raise ConfigError(
-                f"model.path: the image processor in {folder} has {', '.join(PATCHES)} {found}, but config.json has "
-                f"{expected}: take both from the same model"
-            )
-
-    @property
-    def media_tokens(self) -> tuple[int, int]:
-        """Tokens that stand for images and videos; a response ends with one."""
-        return self._vision.image_token, self._vision.video_token
+        self._processor = _processor(folder, vision, max_pixels)
 
     def check_text(self, text: str, num_images: int) -> None:
         """Check that a rendered prompt has as many places as images.
@@ -303,9 +244,9 @@ class ImageReader:
         """
         if text.count(self.mark) != num_images or self._video_mark in text:
             raise ValueError(
-                f"the prompt has {text.count(self.mark)} {self.mark} and {text.count(self._video_mark)} "
-                f"{self._video_mark} as the model sees it, but {num_images} images: texts may hold neither, videos are "
-                "not read, and the chat template must render parts of type image"
+                f"the prompt has {text.count(self.mark)} {self.mark} for {num_images} images, or {self._video_mark}, "
+                "as the model sees it: texts may hold neither, videos are not read, and the chat template must render "
+                "parts of type image"
             )
 
     def _grid(self, image: Image.Image) -> Grid:
@@ -315,26 +256,17 @@ class ImageReader:
             ValueError: it is too narrow.
         """
         width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
-        edge = self._vision.patch_size
-        rows, columns = resized(height, width, edge * self._vision.merge_size, self._least, self._most)
-        return 1, rows // edge, columns // edge
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # not above: it imports torch
 
-    def expanded(self, tokens: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
-        """Return tokens with one image token for each merged patch, and the place of the first one of each image."""
-        waiting = iter(grids)
-        places = []
-        whole: list[int] = []
-        for token in tokens:
-            count = 1
-            if token == self._vision.image_token:
-                places.append(len(whole))
-                count = self.num_tokens(next(waiting))
-            whole += [token] * count
-        return whole, places
+        limits = self._processor.size
+        edge = self.vision.patch_size
+        unit = edge * self.vision.merge_size
+        rows, columns = smart_resize(height, width, unit, limits["shortest_edge"], limits["longest_edge"])
+        return 1, rows // edge, columns // edge
 
     def num_tokens(self, grid: Grid) -> int:
         """Return the tokens of an image."""
-        return num_image_tokens(grid, self._vision.merge_size)
+        return num_image_tokens(grid, self.vision.merge_size)
 
     def measure(self, file: ImageFile, *, whole: bool = False) -> tuple[Grid, str]:
         """Return the patches of an image, and the checksum of its file.
@@ -344,26 +276,19 @@ class ImageReader:
         Raises:
             ValueError: it is missing, damaged, too narrow, or grey with more than 8 bits.
         """
-        content = file.read()
-        image = opened(content, file.path)
         try:
+            content = file.read()
+            image = opened(content)
             if image.mode.startswith(("I", "F")):
                 raise ValueError("its grey values have more than 8 bits")
             grid = self._grid(image)
             if whole:
                 image.load()
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"the image {file.path} cannot be used ({error}): replace it") from None
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"the image {file.path} cannot be used ({error}): correct its path, or replace it"
+            ) from None
         return grid, sha256(content).hexdigest()[:32]
-
-    @cached_property
-    def _processor(self) -> Any:
-        # Not above: it imports torch.
-        from transformers import AutoImageProcessor
-
-        # A size would yield to the file's min_pixels and max_pixels, where it has these.
-        limits = {"min_pixels": self._least, "max_pixels": self._most}
-        return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True, **limits)
 
     def pixels(self, content: bytes, grid: Grid) -> Any:
         """Return the patches of an image, a tensor [patches, numbers of a patch] float32.
@@ -371,7 +296,7 @@ class ImageReader:
         Raises:
             RuntimeError: the processor makes another grid of it.
         """
-        made = self._processor(images=[upright(opened(content, ""))], return_tensors="pt")
+        made = self._processor(images=[upright(opened(content))], return_tensors="pt")
         [found] = made["image_grid_thw"].tolist()
         if tuple(found) != grid:
             raise RuntimeError(f"expected an image of {grid} patches, but the image processor makes {found}")
@@ -388,7 +313,6 @@ def image_reader(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ImageR
     return None if vision is None else ImageReader(config.model.path, vision, tokenizer, config.data.max_image_pixels)
 
 
-def images_in(record: Mapping[str, Any], key: str) -> list[Any]:
+def images_in(value: Any) -> list[Any]:
     """Return the images of a record's field: a list, one, or none."""
-    value = record.get(key) or []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value] if value else []

@@ -143,6 +143,9 @@ def open_examples(
     val = {}
     for name, file in zip(data.val_names, data.val_files, strict=True):
         val[name] = opened((file,), key="data.val_files")
+    if (vision := read_architecture(config.model.path).vision) is not None:
+        for one in (train, *val.values()):
+            one.media_tokens = vision.media_tokens
     return train, val
 
 

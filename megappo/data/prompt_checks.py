@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MOST_LENGTHS = 3
 """Lengths of too long prompts up to which each is an error of its own."""
-RECORDS_AT_ONCE = 1000
+RECORDS_AT_ONCE, READ_AT_ONCE = 1000, 16
+"""Records whose texts, and records whose files' content, which may be images, a check holds at once."""
 COMPARED = 100
 """Records of a file whose tokens are decoded, and compared with the tokens that tokenizer.json gives."""
 MAX_FAULTS = 10

@@ -1,18 +1,18 @@
 """Images of a run's prompts, on any rank: for the engines, the models, reward functions and people."""
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from megappo.batch.images import Image
 from megappo.config.config_error import ConfigError
-from megappo.data.image_files import ImageReader, data_url, thumbnail
+from megappo.data.image_files import ImageFile, ImageReader, data_url, thumbnail
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.engines.generations import SentImage
+from megappo.engines.generations import SentImages
 from megappo.observe.files import ROLLOUTS_FOLDER
 from megappo.userland.user_code import JsonObject
 
@@ -20,8 +20,8 @@ MOST_RECORDS = 2**24
 """Records of a data set that a float32 numbers."""
 THUMBNAILS, ORIGINALS = f"{ROLLOUTS_FOLDER}/images", f"{ROLLOUTS_FOLDER}/originals"
 """Folders in the run's folder with small copies for people, and with images out of data files for reward functions."""
-KEPT_PLACES, KEPT_URLS = 2**16, 64
-"""Prompts whose images' places, and images whose content for requests, are kept in memory."""
+KEPT_PLACES = 2**16
+"""Prompts whose images' places and paths are kept in memory."""
 
 
 class PromptImages:
@@ -38,11 +38,10 @@ class PromptImages:
         self._output_dir = Path(output_dir)
         self._reader = reader
         self._datasets = {number: dataset for number, dataset in enumerate(datasets) if dataset is not None}
-        self._url = lru_cache(KEPT_URLS)(lambda key: data_url(self._content(key)))
         self._places = lru_cache(KEPT_PLACES)(lambda data_set, index: self._datasets[data_set].images_at(index))
-        for dataset in self._datasets.values():
-            if len(dataset) > MOST_RECORDS:
-                raise ConfigError(f"data: more than {MOST_RECORDS:,} prompts for a model with vision: name fewer files")
+        self._paths = lru_cache(KEPT_PLACES)(lambda record: list(map(self._path, self._files(record))))
+        if max(map(len, self._datasets.values())) > MOST_RECORDS:
+            raise ConfigError(f"data: more than {MOST_RECORDS:,} prompts for a model with vision: name fewer files")
 
     def images(self, record: tuple[int, int]) -> Sequence[Image]:
         """Return the images of a prompt, by its number of the data set and its position there."""
@@ -50,41 +49,36 @@ class PromptImages:
 
     def pixels(self, image: Image) -> Any:
         """Return the patches of an image, see `ImageReader.pixels`."""
-        return self._reader.pixels(self._content(image.key), image.grid)
+        *record, number = image.key
+        return self._reader.pixels(self._files(record)[number].read(), image.grid)
 
-    def sent(self, prompt: Prompt) -> list[SentImage]:
-        """Return the images of a prompt as engines get them."""
-        found = []
-        for image in prompt.images:
-            found.append(SentImage(image.place, self._reader.num_tokens(image.grid), self._url(image.key)))
-        return found
+    def sent(self, prompt: Prompt) -> SentImages:
+        """Return the images of a prompt as engines get them, which reads all their files."""
+        tokens = list(prompt.tokens)
+        for image in reversed(prompt.images):
+            del tokens[image.place + 1 : image.place + self._reader.num_tokens(image.grid)]
+        urls = [data_url(file.read()) for file in self._files(prompt.record)] if prompt.images else []
+        self.columns(prompt)  # writes files here, not where it is called again, between responses
+        return SentImages(len(prompt.tokens), tokens, urls)
 
     def columns(self, prompt: Prompt) -> JsonObject:
         """Return the fields of a prompt for reward functions, with the paths of its images if they take these."""
-        name = self._datasets[prompt.data_set].image_column
-        return prompt.columns if name is None else prompt.columns | {name: [self._path(one) for one in prompt.images]}
-
-    def one_each(self, text: str) -> str:
-        """Return a decoded prompt with one placeholder for each image."""
-        mark = self._reader.mark
-        return re.sub(f"(?:{re.escape(mark)})+", lambda _: mark, text)
+        name = self._datasets[prompt.record[0]].image_column
+        return prompt.columns if name is None else prompt.columns | {name: self._paths(prompt.record)}
 
     def thumbnails(self, record: Sequence[float]) -> list[str]:
         """Write small copies of a prompt's images; return their paths in the run's folder."""
-        data_set, index = map(int, record)
         names = []
-        for file in self._datasets[data_set].image_files(index):
+        for file in self._files(record):
             names.append(self._written(file.read(), THUMBNAILS, ".jpg", thumbnail))
         return names
 
-    def _content(self, key: tuple[int, int, int]) -> bytes:
-        data_set, index, number = key
-        return self._datasets[data_set].image_files(index)[number].read()
+    def _files(self, record: Sequence[float]) -> Sequence[ImageFile]:
+        data_set, index = map(int, record)
+        return self._datasets[data_set].image_files(index)
 
-    def _path(self, image: Image) -> str:
+    def _path(self, file: ImageFile) -> str:
         """Return the path of an image. One that lies in a data file is written into the run's folder."""
-        data_set, index, number = image.key
-        file = self._datasets[data_set].image_files(index)[number]
         if file.content is None:
             return file.path
         name = self._written(file.content, ORIGINALS, Path(file.path).suffix, bytes)
@@ -96,7 +90,7 @@ class PromptImages:
         path = self._output_dir / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            own = path.with_name(f"{path.name}.{os.getpid()}.{get_ident()}.tmp")
             own.write_bytes(make(content))
             own.replace(path)
         return name

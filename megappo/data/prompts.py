@@ -39,9 +39,8 @@ class Prompt:
         columns: further fields for it, by name.
         place: file and line, for messages.
         teacher: number of its teacher, from 1; 0 = none.
-        data_set: number of the dataset in `open_datasets`.
+        record: number of the dataset in `open_datasets`, and `index`.
         images: its images, by their places in `tokens`.
-        image_digests: checksums of their files.
     """
 
     index: int
@@ -51,14 +50,8 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     place: str = ""
     teacher: int = 0
-    data_set: int = 0
-    images: tuple[Image, ...] = ()
-    image_digests: tuple[str, ...] = ()
-
-    @property
-    def record(self) -> tuple[int, int]:
-        """Number of its dataset, and its position there."""
-        return self.data_set, self.index
+    record: tuple[int, int] = (0, 0)
+    images: Sequence[Image] = ()
 
 
 class PromptDataset(RecordDataset[Prompt]):
@@ -149,7 +142,7 @@ class PromptDataset(RecordDataset[Prompt]):
         entry = entry_of(record, self._fields, self._chat, file.path)
         if self.image_reader is not None:
             grids = [self.image_reader.measure(image, whole=True)[0] for image in entry.images]
-            entry = replace(entry, num_image_tokens=sum(map(self.image_reader.num_tokens, grids)))
+            entry = replace(entry, images=(), image_tokens=list(map(self.image_reader.num_tokens, grids)))
         return entry, entry.warnings
 
     def _check_entries(
@@ -166,19 +159,19 @@ class PromptDataset(RecordDataset[Prompt]):
         too_long = self.config.too_long
         unsure = {}
         for number, entry in entries.items():
-            if number < COMPARED or entry.images or not self._is_short(entry.rendered.text, vocab_size):
+            if number < COMPARED or entry.image_tokens or not self._is_short(entry.rendered.text, vocab_size):
                 unsure[number] = entry
         tokenised = encode([entry.rendered for entry in unsure.values()], self._tokenizer)
         lengths = []
         for entry, tokens in zip(unsure.values(), tokenised, strict=True):
-            lengths.append(len(tokens) - len(entry.images) + entry.num_image_tokens)
+            lengths.append(len(tokens) - len(entry.image_tokens) + sum(entry.image_tokens))
         excessive = {length for length in lengths if length > limit}
         longest = f" (the longest has {max(excessive)})" if len(excessive) > MOST_LENGTHS else ""
         for (number, entry), tokens, length in zip(unsure.items(), tokenised, lengths, strict=True):
             if not tokens:
                 self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
                 continue
-            if length > limit and entry.images and too_long == "truncate_left":
+            if length > limit and entry.image_tokens and too_long == "truncate_left":
                 check.note(number, "error", [f"{self._too_long(length, longest)}, and images cannot be cut: {NO_CUT}"])
             elif length > limit:
                 check.note(number, too_long, [self._too_long(length, longest)])
@@ -210,18 +203,31 @@ class PromptDataset(RecordDataset[Prompt]):
     def _prompt(self, index: int, tokens: list[int], entry: PromptEntry) -> Prompt:
         limit = self.config.max_prompt_length
         text = entry.rendered.text
-        images: list[Image] = []
-        digests: Sequence[str] = ()
-        if (reader := self.image_reader) is not None and entry.images:
-            grids, digests = zip(*map(reader.measure, entry.images), strict=True)
-            tokens, places = reader.expanded(tokens, grids)
-            for number, (place, grid) in enumerate(zip(places, grids, strict=True)):
-                images.append(Image(place, grid, (self._number, index, number)))
+        record = self._number, index
+        tokens, images = self._expanded(tokens, entry.images, record)
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
-        facts = entry.label, entry.columns, self._place(index), entry.teacher, self._number
-        return Prompt(index, tokens, text, *facts, tuple(images), tuple(digests))
+        facts = entry.label, entry.columns, self._place(index), entry.teacher, record
+        return Prompt(index, tokens, text, *facts, images)
+
+    def _expanded(
+        self, tokens: list[int], files: Sequence[ImageFile], record: tuple[int, int]
+    ) -> tuple[list[int], list[Image]]:
+        """Return tokens with one image token for each merged patch, and the images."""
+        images: list[Image] = []
+        reader = self.image_reader
+        if reader is None or not files:
+            return tokens, images
+        whole: list[int] = []
+        for token in tokens:
+            count = 1
+            if token == reader.vision.image_token:
+                grid, digest = reader.measure(files[len(images)])
+                count = reader.num_tokens(grid)
+                images.append(Image(len(whole), grid, (*record, len(images)), digest))
+            whole += [token] * count
+        return whole, images
 
     def _entry(self, index: int) -> PromptEntry:
         file, number = self._located(index)

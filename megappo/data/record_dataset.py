@@ -15,6 +15,7 @@ from megappo.data.prompt_checks import (
     COMPARED,
     LOST_TEXT,
     OTHER_TOKENS,
+    READ_AT_ONCE,
     RECORDS_AT_ONCE,
     Action,
     Check,
@@ -139,10 +140,11 @@ class RecordDataset(ABC, Generic[E]):
     def _check_file(self, file: Records, numbers: Sequence[int], vocab_size: int) -> Check:
         check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
-            heartbeat.beat()
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries = {}
-            for number, record in zip(part, file.at(part), strict=True):
+            some = [part[first : first + READ_AT_ONCE] for first in range(0, len(part), READ_AT_ONCE)]
+            for number, record in zip(part, itertools.chain.from_iterable(map(file.at, some)), strict=True):
+                heartbeat.beat()
                 try:
                     entries[number], warnings = self._read(record, file)
                     check.note(number, "warn", warnings)

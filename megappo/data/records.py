@@ -28,6 +28,8 @@ BUFFER_BYTES = 2**20
 LINES_FOR_FIELDS = 100
 LINES_PER_BEAT = 100_000
 ROWS_AT_ONCE = 1000
+BYTES_AT_ONCE = 2**24
+"""Bytes of rows, which may hold images, that are unpacked at once."""
 OTHER_FORMATS = {
     b"\x1f\x8b": "compressed by gzip: unpack it (gunzip), or end its name in .jsonl.gz",
     b"BZh": "compressed by bzip2: unpack it (bunzip2)",
@@ -192,6 +194,7 @@ class ParquetRows:
             if len(set(columns)) < len(columns):
                 raise RecordsError(f"has several columns of one name among {', '.join(columns)}: rename all but one")
             with unpack(lambda target: _write_arrow(path, columns, target)) as file:
+                pyarrow.default_memory_pool().release_unused()
                 content = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
             with pyarrow.ipc.open_stream(content) as stream:
                 self._table = stream.read_all()  # of views into the map
@@ -220,14 +223,15 @@ def _write_arrow(path: str, columns: Sequence[str], target: BinaryIO) -> None:
     """Write the columns of a parquet file as an Arrow stream."""
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as table:
+    with pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES) as table:
         schema = pyarrow.schema([table.schema_arrow.field(name) for name in columns])
         with pyarrow.ipc.new_stream(target, schema) as stream:
             for group in range(table.num_row_groups):  # of all together it would hold the whole file, compressed
-                for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns):
+                facts = table.metadata.row_group(group)
+                fitting = facts.num_rows * BYTES_AT_ONCE // (facts.total_byte_size + 1)
+                for batch in table.iter_batches(max(1, min(ROWS_AT_ONCE, fitting)), [group], columns):
                     stream.write_batch(batch)
                     heartbeat.beat()
-    pyarrow.default_memory_pool().release_unused()
 
 
 def _as_python(rows: "pyarrow.Table") -> list[Any]:

@@ -142,7 +142,7 @@ class EngineClient:
         replies = self.post("/generate", generate_body(prompts, params, self.adapter, version, images))
         if not isinstance(replies, list) or len(replies) != len(prompts):
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {str(replies)[:500]}")
-        if any(images):
+        if images:
             for prompt, reply in zip(prompts, replies, strict=True):
                 check_prompt_length(reply, len(prompt))
         return [checked(reply, version=version, replayed=params.replayed) for reply in replies]
@@ -235,7 +235,7 @@ class EngineClient:
         path = "/generate"
         version = self.version
         missing = set(range(len(prompts)))
-        lengths = list(map(len, prompts)) if any(images) else []
+        lengths = list(map(len, prompts)) if images else []
         try:
             body = generate_body(prompts, params, self.adapter, version, images) | {"stream": True}
             # The stream has only the first tokens, and whole responses.
@@ -264,7 +264,7 @@ class EngineClient:
         """Return the position and the response of an event; None where the sequence has only begun.
 
         Args:
-            lengths: tokens of each prompt, if some have images.
+            lengths: tokens of each prompt, for a model with vision.
         """
         event = self._parsed(path, data)
         with expecting_response(event):

@@ -103,22 +103,22 @@ class Generation:
         return self.first(len(self.tokens) - 1, 1)
 
 
-class SentImage(NamedTuple):
-    """An image of a prompt.
+class SentImages(NamedTuple):
+    """Images of a prompt, and its tokens as engines get them.
+
+    SGLang 0.5.23 does not count: it drops an image without a token, and hangs or crashes by a token without an image. A
+    prompt with all tokens of its images is read as if each were an image, or its text is encoded again
+    (multimodal/processors/base_processor.py).
 
     Attributes:
-        place: index of the first of the tokens that stand for it in the prompt, which are all equal.
-        num_tokens: how many there are.
-        url: the image file, as a data URL.
+        num_tokens: tokens of the prompt, with as many for each image as training has.
+        tokens: the same with one token for each image, which SGLang replaces by as many as the image has.
+        urls: the image files, as data URLs.
     """
 
-    place: int
     num_tokens: int
-    url: str
-
-
-SentImages = Sequence[SentImage]
-"""Images of one prompt, by place."""
+    tokens: list[int]
+    urls: list[str]
 
 
 def generate_body(
@@ -133,9 +133,7 @@ def generate_body(
     Args:
         adapter: name of the adapter that is added to the engine's model.
         version: version of the engine's weights.
-        images: images of each prompt; empty if no prompt has any.
-    Raises:
-        EngineError: see `with_placeholders`.
+        images: images of the prompt that each of `prompts` begins with; empty for a model without vision.
     """
     sampling = {
         "max_new_tokens": params.max_response_length,
@@ -145,9 +143,9 @@ def generate_body(
         "stop_token_ids": list(params.stop_token_ids),
     }
     body = {"input_ids": list(prompts), "sampling_params": sampling, "return_logprob": True}
-    if any(images):
-        body["input_ids"] = list(map(with_placeholders, prompts, images))
-        body["image_data"] = [[image.url for image in of_prompt] for of_prompt in images]
+    if images:
+        body["input_ids"] = [one.tokens + whole[one.num_tokens :] for one, whole in zip(images, prompts, strict=True)]
+        body["image_data"] = [one.urls for one in images]
     if params.replayed:
         body["return_routed_experts"] = True
     if adapter:
@@ -155,33 +153,6 @@ def generate_body(
     if version is not None and version.keeps_cache:
         body["extra_key"] = str(version.number)  # SGLang finds cached keys and values by it, besides the tokens
     return body
-
-
-def with_placeholders(tokens: list[int], images: SentImages) -> list[int]:
-    """Return a prompt with one token for each image, which SGLang replaces by as many as the image has.
-
-    SGLang 0.5.23 does not count: it drops an image without a token, and hangs or crashes by a token without an image.
-    A prompt with all tokens of its images is read as if each were an image, or its text is encoded again
-    (multimodal/processors/base_processor.py).
-
-    Raises:
-        EngineError: the prompt has other tokens where an image lies, or such tokens where none lies.
-    """
-    kept: list[int] = []
-    done = 0
-    for place, num_tokens, _ in images:
-        stop = place + num_tokens
-        if place < done or num_tokens < 1 or tokens[place:stop] != tokens[place : place + 1] * num_tokens:
-            raise EngineError(
-                f"expected {num_tokens} equal tokens of an image from {place} on, got {tokens[done:stop]}"
-            )
-        kept += tokens[done : place + 1]
-        done = stop
-    kept += tokens[done:]
-    num_placeholders = sum(map(kept.count, {tokens[image.place] for image in images}))
-    if num_placeholders != len(images):
-        raise EngineError(f"a prompt has {num_placeholders} places for images, but {len(images)} images: {kept}")
-    return kept
 
 
 def check_prompt_length(reply: Any, num_tokens: int) -> None:

@@ -42,7 +42,6 @@ class VisionTower:
     def __init__(self, architecture: Architecture, dtype: torch.dtype):
         self._architecture = architecture
         self._dtype = dtype
-        self._is_on_device = False
         self._kept: dict[tuple, Tensor] = {}  # in the order of their last use
 
     @cached_property
@@ -94,19 +93,15 @@ class VisionTower:
 
     def rest(self) -> None:
         """Take the weights off the device."""
-        if self._is_on_device:
+        if "module" in vars(self):
             self.module.to("cpu")
-            self._is_on_device = False
 
     @torch.no_grad()
     def _compute(self, image: Image, source: ImageSource) -> Tensor:
         heartbeat.beat()
         device = platform.device()
-        if not self._is_on_device:
-            self.module.to(device)
-            self._is_on_device = True
         pixels = source.pixels(image).to(device, self._dtype)
-        output = self.module(pixels, grid_thw=torch.tensor([image.grid], device=device))
+        output = self.module.to(device)(pixels, grid_thw=torch.tensor([image.grid], device=device))
         return torch.cat([output.pooler_output, *output.get("deepstack_features", ())], dim=-1).cpu()
 
 

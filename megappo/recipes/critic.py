@@ -89,7 +89,7 @@ def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
     run.engines.sleep()
     for name, responses in all_responses.items():
         parts = config, vocab_size, run.rollouts.tokenizer, run.exchange
-        batch, _ = RowBuilder(*parts, has_images=run.datasets.images is not None).build(responses)
+        batch, _ = RowBuilder(*parts, has_images=run.rollouts.images is not None).build(responses)
         yield name, _with_model_scores(run, batch, responses, run.datasets.val[name])
 
 

@@ -95,7 +95,7 @@ def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: 
     images = None
     if reader is not None:
         images = PromptImages(reader, [train, *val.values()], config.trainer.output_dir)
-        ends += reader.media_tokens  # the next request would have a place without an image
+        ends += reader.vision.media_tokens  # the next request would have a place without an image
     return Datasets(tokenizer, ends, vocab_size, train, val, images=images)
 
 

@@ -70,7 +70,8 @@ def changed_settings(found: Mapping[str, Any], settings: Mapping[str, Any]) -> l
 
 def prompt_digest(prompt: Prompt) -> str:
     """Return the checksum of a prompt, its images, label and further fields, whatever its place in the data files."""
-    content = prompt.text, prompt.tokens, prompt.label, prompt.columns, *prompt.image_digests
+    digests = [image.digest for image in prompt.images]
+    content = prompt.text, prompt.tokens, prompt.label, prompt.columns, *digests
     return sha256(show(content).encode()).hexdigest()[:32]
 
 

@@ -19,6 +19,8 @@ from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: rows of the first prompts that it drew."""
+ONCE = ("response_mask", "scores", "truncated", "episodes", "prompt_records")
+"""Fields of rows that are read once for each row."""
 Facts = dict[tuple[int, int], dict[str, Any]]
 """(prompt_index, sample_index) -> what people are shown of it beside texts and score."""
 
@@ -40,14 +42,7 @@ def keep_rollouts(
     """
     exchange = rollouts.exchange
     kept = range(min(KEPT_ROWS, len(batch.table)))
-    names = {
-        *PER_TOKEN,
-        "response_mask",
-        "scores",
-        "truncated",
-        "episodes",
-        "prompt_records",
-    } & batch.rows.fields.keys()
+    names = {*PER_TOKEN, *ONCE} & batch.rows.fields.keys()
     rows = exchange.move(batch, (tuple(kept), *[()] * (exchange.world_size - 1)), sorted(names)).rows
     facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist()), rollouts))
     if exchange.rank:

@@ -1,7 +1,9 @@
 """Sample responses with the engines of all ranks, and have them scored."""
 
+import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -32,6 +34,8 @@ from megappo.userland.agent_sessions import AgentPool
 from megappo.userland.environments import TaskWorkers
 
 NO_WORKERS = TaskWorkers()
+IMAGE_TOKENS = re.compile(r"(<\|image_pad\|>)+")
+"""Tokens of an image, as the models with vision have them."""
 
 
 class Rollouts:
@@ -150,14 +154,15 @@ class Rollouts:
         own = () if self.images is None else (self.images.columns,)
         return Responses(prompts, self._workers_of(task).rewards, self.tokenizer, *own)
 
-    def sent_images(self, prompts: Prompts) -> Callable[[int], SentImages]:
-        """Return what gives the engines the images of the prompt with an index."""
-        return lambda index: () if self.images is None else self.images.sent(prompts[index])
+    def sent_images(self, prompts: Prompts) -> Callable[[int], Awaitable[SentImages]] | None:
+        """Return what reads the images of the prompt with an index, in a thread; None for a model without vision."""
+        if (images := self.images) is None:
+            return None
+        return lambda index: asyncio.to_thread(images.sent, prompts[index])
 
     def prompt_text(self, tokens: Sequence[int]) -> str:
-        """Return a prompt for people."""
-        text = self.tokenizer.decode(tokens)
-        return text if self.images is None else self.images.one_each(text)
+        """Return a prompt for people, with one token for each image."""
+        return IMAGE_TOKENS.sub(r"\1", self.tokenizer.decode(tokens))
 
     def new_counter(self) -> Callable[[int], int]:
         """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""

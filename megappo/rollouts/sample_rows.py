@@ -245,7 +245,7 @@ def sample_rows(
     """Return a row for each segment, without scores.
 
     Args:
-        prompts: prompts of the samples, if the models see their images.
+        prompts: prompts of the samples; None: the rows do not lead to their images.
         episodes: the run has an environment; the same on ranks without samples.
         step: trains on the rows; None where the engines do not sample ahead of training.
         replayed: the policy if its routing is replayed.

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -166,7 +168,7 @@ class RolloutSession:
         usage: this session's work is added to it.
         on_sample: receives each sample as soon as it is finished.
         runner: plays episodes instead of sampling single responses. It may raise errors of the environment.
-        images: returns the images of the prompt with an index.
+        images: reads the images of the prompt with an index; None: prompts have none.
     """
 
     source: PromptSource
@@ -179,7 +181,7 @@ class RolloutSession:
     usage: EngineUsage
     on_sample: Callable[[Sample], object]
     runner: EpisodeRunner | None = None
-    images: Callable[[int], SentImages] = lambda prompt_index: ()
+    images: Callable[[int], Awaitable[SentImages]] | None = None
 
     def __post_init__(self) -> None:
         limit = self.max_running_requests * (1 if self.runner is None else EPISODES_PER_SLOT)
@@ -247,10 +249,11 @@ class RolloutSession:
                         self._episodes[episode] = request.prompt_index
                         episode.add_done_callback(self._episodes.pop)
                 else:
-                    tasks.create_task(self._answer([one for one in requests if one.written is None]))
-                    for request in requests:
-                        if request.written is not None:
-                            tasks.create_task(self._answer([request]))
+                    parts = [[one for one in requests if one.written is None]]
+                    if self.images is not None:  # a request holds the files of one prompt
+                        parts = [list(part) for _, part in groupby(parts[0], attrgetter("prompt_index"))]
+                    for part in [*parts, *([one] for one in requests if one.written is not None)]:
+                        tasks.create_task(self._answer(part))
                 while self._num_free < self.n:
                     self._has_room.clear()
                     await self._has_room.wait()
@@ -265,8 +268,8 @@ class RolloutSession:
         if (written := requests[0].written) is not None:
             params = replace(params, max_response_length=params.max_response_length - len(written.tokens))
             contexts = [requests[0].prompt + written.tokens]
-        images = [self.images(request.prompt_index) for request in requests]
         self._add_running(len(requests))
+        images = [] if self.images is None else [await self.images(requests[0].prompt_index)] * len(requests)
         answers = self.client.generate_async(self._connections, contexts, params, images)
         async with contextlib.aclosing(answers) as responses:
             async for position, response in responses:

@@ -73,7 +73,7 @@ class SampledBatches(Batches):
         self._config = rollouts.config
         self._runs_ahead = rollouts.config.rollout.runs_ahead
         parts = rollouts.config, datasets.vocab_size, rollouts.tokenizer, rollouts.exchange
-        self._row_builder = RowBuilder(*parts, has_images=datasets.images is not None)
+        self._row_builder = RowBuilder(*parts, has_images=rollouts.images is not None)
         self._sleep = sleep
         self._record = record
         self._journal = journal

@@ -26,7 +26,7 @@ from megappo.trainer.models import Models, Phases
 
 NUM_PROBE_PROMPTS = 4  # each engine continues all of them
 PROBE_CHOICE = 64
-"""First prompts of the data, of which a probe of a model with vision takes the ones with images first."""
+"""First prompts of the data, of which a probe takes the ones with images first."""
 PROBE_TOKENS = 4
 
 
@@ -46,8 +46,7 @@ class Probe:
         # Every data-parallel shard of the actor needs a row.
         count = max(NUM_PROBE_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
         self.images = rollouts.images
-        first = prompts.kept[: count if self.images is None else max(count, PROBE_CHOICE)]
-        chosen = sorted(prompts.at(first), key=lambda prompt: not prompt.images)
+        chosen = sorted(prompts.at(prompts.kept[: max(count, PROBE_CHOICE)]), key=lambda prompt: not prompt.images)
         self.prompts = [chosen[i % len(chosen)] for i in range(count)]
         self._calls = 0
 
@@ -66,8 +65,7 @@ class Probe:
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
-        has_images = self.images is not None
-        batch = probe_batch(*(generations, self.prompts, number, exchange, self.params.replayed), has_images=has_images)
+        batch = probe_batch(generations, self.prompts, number, exchange, self.params.replayed)
         shard = self.actor.scatter(batch)
         batch = shard.gather(shard.forward(), {"log_probs": "old_log_probs"}, batch)
         return check_probe(batch.rows, number, self.config, exchange, self.restarts.warn)
@@ -90,14 +88,12 @@ def probe_batch(
     engine_number: int | None,
     exchange: Exchange,
     replayed: Architecture | None = None,
-    *,
-    has_images: bool = False,
 ) -> Batch:
     """Return each engine's responses as rows at the rank that owns the engine; all ranks together."""
     samples = []
     for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=False)):
         samples.append(response_sample(i, engine_number, prompt.tokens, generation))
-    batch = exchange.number(sample_rows(samples, replayed=replayed, prompts=prompts if has_images else None))
+    batch = exchange.number(sample_rows(samples, replayed=replayed, prompts=prompts))
     # Pads the fields, also on ranks without an engine, to the longest response of all ranks.
     return exchange.move(batch, batch.owners, list(batch.rows.fields))
 

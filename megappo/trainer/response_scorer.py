@@ -125,8 +125,7 @@ class ResponseScorer:
     def grade(self, responses: Responses, dataset: PromptDataset, phase: Phases) -> None:
         """Add the model's scores to the grades of held-out responses."""
         responses.fill_grades()
-        prompts = None if dataset.image_reader is None else responses.prompts
-        batch = self._exchange.number(sample_rows(responses.samples, prompts=prompts))
+        batch = self._exchange.number(sample_rows(responses.samples, prompts=responses.prompts))
         scattered = self.scatter(batch, responses, dataset)
         scores = self._token_scores(batch.rows, scattered, self.forward(scattered, phase)).sum(dim=1)
         for sample, score in zip(responses.samples, scores.tolist(), strict=True):

@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import tiny_vision
 from PIL import Image
 from tiny_vision import IMAGE, PLACEHOLDER, noise
 from transformers import AutoImageProcessor
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megappo.architecture.vision import Vision
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Data
-from megappo.data.image_files import ImageReader, data_url, opened, resized, upright
+from megappo.config.schema import Config, Data
+from megappo.data.image_files import ImageReader, data_url, opened, upright
+from megappo.data.preferences import open_examples
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.userland.signatures import NO_INPUT, InputSpec
@@ -80,7 +80,7 @@ def check(prompt: Prompt, folder: Path, tokens: list[int], *images: bytes) -> No
     whole = expected(folder, tokens, *images)
     assert prompt.tokens == whole
     starts = [place for place, token in enumerate(whole) if token == IMAGE and whole[place - 1] != IMAGE]
-    assert [image.place for image in prompt.images] == starts and len(prompt.image_digests) == len(images)
+    assert [image.place for image in prompt.images] == starts and len(prompt.images) == len(images)
     assert [image.key for image in prompt.images] == [(0, prompt.index, number) for number in range(len(images))]
 
 
@@ -96,7 +96,7 @@ def test_verls_parquet(tmp_path, folder):
     one, two, none = data.at(range(3))
     check(one, folder, [*USER, *PLACEHOLDER, *b"What is x?", *AFTER], A)
     check(two, folder, [*USER, *b"a", *PLACEHOLDER, *b"b", *PLACEHOLDER, *AFTER], B, A)
-    assert none.tokens == [*USER, *b"none", *AFTER] and none.images == () and one.text.count("<|image_pad|>") == 1
+    assert none.tokens == [*USER, *b"none", *AFTER] and none.images == [] and one.text.count("<|image_pad|>") == 1
 
 
 TEXT = {"type": "text", "text": "x"}
@@ -107,6 +107,7 @@ FORMS = {
     "a data URL": {"prompt": user("<image>x"), "images": [f"data:image/png;base64,{base64.b64encode(A).decode()}"]},
     "one image": {"prompt": user("<image>x"), "images": "a.png"},
     "ShareGPT's messages": {"prompt": [{"from": "human", "value": "<image>x"}], "images": ["a.png"]},
+    "a dotted field": {"prompt": user("<image>x"), "extra": {"pictures": ["a.png"]}},
     "a file URL": {"prompt": user("<image>x"), "images": ["file://HOME/a.png"]},
 }
 
@@ -115,7 +116,8 @@ FORMS = {
 def test_forms_of_images(tmp_path, folder, form):
     (tmp_path / "a.png").write_bytes(A)
     record = json.loads(json.dumps(FORMS[form]).replace("HOME", str(tmp_path)))
-    data = dataset(folder, write(tmp_path, record))
+    keys = {"image_key": "extra.pictures"} if form == "a dotted field" else {}
+    data = dataset(folder, write(tmp_path, record), **keys)
     assert errors_of(data) == []
     check(data.at([0])[0], folder, [*USER, *PLACEHOLDER, *b"x", *AFTER], A)
 
@@ -133,6 +135,13 @@ def test_a_text_without_template(tmp_path, folder):
     check(data.at([0])[0], folder, [*USER, *b"see ", *PLACEHOLDER, *b".", *AFTER], A)
 
 
+def test_the_mark_is_plain_text_in_a_part_of_text(tmp_path, folder):
+    [error] = errors_of(dataset(folder, write(tmp_path, {"prompt": user("a <image> tag")})))
+    assert "but the record has 0 images" in error and "[{'type': 'text', 'text': ...}]" in error
+    data = dataset(folder, write(tmp_path, {"prompt": user([{"type": "text", "text": "a <image> tag"}])}))
+    assert errors_of(data) == [] and data.at([0])[0].tokens == [*USER, *b"a <image> tag", *AFTER]
+
+
 def test_parts_of_text_alone_are_a_text(tmp_path, folder):
     data = dataset(
         folder, write(tmp_path, {"prompt": user({"type": "text", "text": "a"}, TEXT)}), InputSpec((), (), True)
@@ -142,20 +151,26 @@ def test_parts_of_text_alone_are_a_text(tmp_path, folder):
 
 
 FAULTS = {
-    "missing": ({"images": ["none.png"]}, "none.png cannot be read (No such file or directory): correct its path"),
-    "damaged": ({"images": ["text.png"]}, "text.png is damaged, or no image (cannot identify"),
+    "missing": ({"images": ["none.png"]}, "none.png cannot be used ([Errno 2] No such file or directory"),
+    "damaged": ({"images": ["text.png"]}, "text.png cannot be used (cannot identify"),
     "cut off": ({"images": ["cut.jpg"]}, "cut.jpg cannot be used (image file is truncated"),
     "too few": ({"images": []}, "1 places for images (<image> in a text, or parts of type image that name none), but"),
     "too many": ({"images": ["a.png", "a.png"]}, "but the record has 2 images: write one for each"),
     "no column": ({"images": None}, "the record has 0 images"),
-    "narrow": ({"images": ["narrow.png"]}, "narrow.png cannot be used (1 x 201 pixels, one edge more than 200 times"),
+    "narrow": ({"images": ["narrow.png"]}, "narrow.png cannot be used (absolute aspect ratio must be smaller than 200"),
     "on the web": ({"images": ["https://a.b/c.png"]}, "is not on this machine: download it"),
-    "deep grey": ({"images": ["deep.png"]}, "deep.png cannot be used (its grey values have more than 8 bits): replace"),
+    "deep grey": (
+        {"images": ["deep.png"]},
+        "deep.png cannot be used (its grey values have more than 8 bits): correct its path, or replace",
+    ),
     "raw base64": ({"images": ["iVBOR" * 100]}, "(File name too long): expected a path, a file or data URL, or"),
     "number": ({"images": [5]}, "an image is 5: expected a path"),
     "another field": ({"images": ["a.png"], "image": "a.png"}, "the field 'image' is not read"),
     "its token": ({"images": ["a.png"], "prompt": user("<|image_pad|><image>")}, "the prompt has 2 <|image_pad|>"),
-    "a video": ({"images": ["a.png"], "prompt": user("<image><|video_pad|>")}, "1 <|video_pad|> as the model sees it"),
+    "a video": (
+        {"images": ["a.png"], "prompt": user("<image><|video_pad|>")},
+        "1 <|image_pad|> for 1 images, or <|video_pad|>, as the model sees it",
+    ),
     "a part": ({"prompt": user({"type": "video"}, TEXT)}, "a part of a message is {'type': 'video'}"),
     "too long": ({"images": ["big.png"]}, "the prompt has 83 tokens, more than data.max_prompt_length 60"),
 }
@@ -186,6 +201,48 @@ def test_a_prompt_with_images_is_not_cut(tmp_path, folder):
     assert prompt.images[0].grid == (1, 8, 8)
 
 
+def test_a_check_holds_few_images_at_once(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr("megappo.data.records.BYTES_AT_ONCE", 2**20)
+    content = noise(200, 200)
+    rows = [{"prompt": user("<image>"), "images": [{"bytes": content + b"%d" % i, "path": None}]} for i in range(200)]
+    data = dataset(folder, write(tmp_path, *rows, ending="parquet"))
+    assert data.files[0]._table.column(0).num_chunks >= 200 * len(content) // 2**20
+    tracemalloc.start()
+    assert errors_of(data) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.25 * 200 * len(content)
+
+
+EXAMPLES = {
+    "sft": {"prompt": "x", "response": "<|image_pad|>"},
+    "critic": {"prompt_tokens": [5, IMAGE], "response_tokens": [7], "score": 1},
+    "reward_model": {"prompt": "x", "chosen": "<|video_pad|>", "rejected": "b"},
+}
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_examples_with_tokens_of_images_are_refused_by_line(tmp_path, folder, kind):
+    settings = json.loads(Path("megappo/architecture/shapes/qwen2.5-vl-7b/config.json").read_text())
+    settings |= {"image_token_id": IMAGE, "video_token_id": tiny_vision.VIDEO}
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    file = write(tmp_path, EXAMPLES[kind])
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path)},
+            "placement": {"critic" if kind == "critic" else "actor": "0"},
+            "data": {"train_files": str(file), "train_batch_size": 1},
+            "trainer": {"kind": kind, "output_dir": "o", "total_steps": 1},
+        }
+    )
+    train, _ = open_examples(config, load_tokenizer(str(tmp_path)), [tiny_vision.END])
+    [error] = train.errors([train.check(1000)])[:1]
+    token = tiny_vision.VIDEO if kind == "reward_model" else IMAGE
+    assert f"{file} line 1: " in error and f"has token {token}, which stands for an image or a video" in error
+
+
 def odd(name: str) -> bytes:
     """An image that SGLang would read differently, or whose header has another size."""
     image = Image.open(io.BytesIO(A))
@@ -214,20 +271,11 @@ def test_engine_and_trainer_read_the_same_image(folder, name):
     made = AutoImageProcessor.from_pretrained(folder)([Image.open(io.BytesIO(sent)).convert("RGB")])
     grid = tuple(made["image_grid_thw"][0].tolist())
     assert reader.pixels(content, grid).equal(made["pixel_values"])
-    assert reader._grid(opened(content, "")) == grid and upright(opened(content, "")).mode == "RGB"
+    assert reader._grid(opened(content)) == grid and upright(opened(content)).mode == "RGB"
     if name == "turned":
         assert grid[1] > grid[2]
     if name == "transparent":
-        assert min(upright(opened(content, "")).getpixel((3, 0))) > 250
-
-
-def test_sizes_are_transformers():
-    rng = random.Random(0)
-    for _ in range(500):
-        height, width = rng.randint(1, 3000), rng.randint(15, 3000)
-        limits = rng.randint(1, 5000), rng.randint(5000, 10**6)
-        if max(height, width) <= 200 * min(height, width):
-            assert resized(height, width, 28, *limits) == smart_resize(height, width, 28, *limits)
+        assert min(upright(opened(content)).getpixel((3, 0))) > 250
 
 
 def test_the_most_pixels_hold_where_the_folder_names_limits(tmp_path, folder):
@@ -240,12 +288,17 @@ def test_the_most_pixels_hold_where_the_folder_names_limits(tmp_path, folder):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | limits))
     reader = ImageReader(str(tmp_path), vision(), load_tokenizer(str(folder)), 128 * 128)
     content = noise(256, 256)
-    assert len(reader.pixels(content, reader._grid(opened(content, "")))) == 64
+    assert len(reader.pixels(content, reader._grid(opened(content)))) == 64
 
 
 def test_another_processor_is_refused(tmp_path, folder):
     tokenizer = load_tokenizer(str(folder))
-    with pytest.raises(ConfigError, match=r"\(16, 2, 2\), but config.json has \(14, 2, 2\): take both from the same"):
+    with pytest.raises(
+        ConfigError, match=r"expected .*, 14, 2, 2\) in .*, found .*, 16, 2, 2\): add preprocessor_conf"
+    ):
         ImageReader(str(folder), vision(patch_size=14), tokenizer)
-    with pytest.raises(ConfigError, match=r"expected settings of .* found None: add preprocessor_config.json"):
+    with pytest.raises(ConfigError, match="found .\"Can't load image processor .* add preprocessor_config.json"):
+        ImageReader(str(tmp_path), vision(), tokenizer)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    with pytest.raises(ConfigError, match="found .'CLIPImageProcessor'"):
         ImageReader(str(tmp_path), vision(), tokenizer)

@@ -19,7 +19,6 @@ from megappo.data.image_files import ImageReader
 from megappo.data.prompt_images import PromptImages
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.engines.generations import with_placeholders
 from megappo.rollouts.fingerprint import prompt_digest
 from megappo.rollouts.sample_rows import sample_rows
 from megappo.userland.signatures import NO_INPUT, InputSpec
@@ -58,11 +57,25 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptImages, list
 
 def test_engines_get_one_token_and_the_file_of_each_image(opened):
     images, (text, one, two) = opened
-    assert images.sent(text) == []
-    assert with_placeholders(one.tokens, images.sent(one)) == [*PLACEHOLDER, *b"?"]
-    assert with_placeholders(two.tokens, images.sent(two)) == PLACEHOLDER * 2
-    sent = [base64.b64decode(image.url.partition(",")[2]) for image in images.sent(two)]
-    assert sent == [A, B]
+    assert images.sent(text) == (1, [*b"x"], [])
+    assert images.sent(one).tokens == [*PLACEHOLDER, *b"?"]
+    assert images.sent(two)[:2] == (len(two.tokens), PLACEHOLDER * 2)
+    assert [base64.b64decode(url.partition(",")[2]) for url in images.sent(two).urls] == [A, B]
+
+
+def test_files_are_read_once_for_all_responses_to_a_prompt(opened, monkeypatch):
+    images, (text, _, two) = opened
+    read = []
+    image_files = PromptDataset.image_files
+    monkeypatch.setattr(
+        PromptDataset, "image_files", lambda self, index: read.append(index) or image_files(self, index)
+    )
+    images._paths.cache_clear()
+    images.sent(text)
+    assert read == []
+    images.sent(two)
+    assert read == [0, 0], "for the engine, and for the function that takes paths"
+    assert images.columns(two) == images.columns(two) and read == [0, 0]
 
 
 def test_rows_lead_back_to_their_images(opened):
@@ -72,7 +85,7 @@ def test_rows_lead_back_to_their_images(opened):
     records = [tuple(map(int, record)) for record in rows.select([3, 2, 1, 0]).fields["prompt_records"].tolist()]
     assert records == [(1, 0), (0, 1), (0, 0), (1, 0)]
     found = [images.images(record) for record in records]
-    assert found == [prompts[2].images, prompts[1].images, (), prompts[2].images]
+    assert found == [prompts[2].images, prompts[1].images, [], prompts[2].images]
     [first, second] = found[0]
     assert images.pixels(second).equal(images.pixels(found[1][0])), "the same file"
     assert images.pixels(first).shape == (first.grid[1] * first.grid[2], 3 * 2 * 16 * 16)
@@ -85,12 +98,11 @@ def test_functions_get_paths_if_they_take_them(opened):
     assert [Path(path).read_bytes() for path in images.columns(two)["images"]] == [A, B]
 
 
-def test_people_see_thumbnails_and_one_placeholder(opened):
+def test_people_see_thumbnails(opened):
     images, (_, one, two) = opened
     names = images.thumbnails(two.record)
     assert [Image.open(images._output_dir / name).format for name in names] == ["JPEG", "JPEG"]
     assert images.thumbnails(one.record) == names[1:], "a file for each image"
-    assert images.one_each("a<|image_pad|><|image_pad|>b<|image_pad|>") == "a<|image_pad|>b<|image_pad|>"
 
 
 def test_another_image_is_another_prompt(opened, tmp_path):

@@ -10,7 +10,7 @@ from tiny_vision import IMAGE, PLACEHOLDER, VIDEO, Oracle, noise
 
 from megappo.config.schema import Rollout
 from megappo.engines.client import EngineClient, EngineError
-from megappo.engines.generations import SamplingParams, SentImage, check_prompt_length, generate_body, with_placeholders
+from megappo.engines.generations import SamplingParams, SentImages, check_prompt_length, generate_body
 from megappo.engines.process import Engine
 
 A, B = noise(84, 112, 1), noise(60, 150, 2, "JPEG")
@@ -21,26 +21,10 @@ def url(image: bytes) -> str:
 
 
 def test_each_image_becomes_one_token():
-    tokens = [1, 9, 9, 9, 2, 9, 3]
-    images = [SentImage(1, 3, "a"), SentImage(5, 1, "b")]
-    assert with_placeholders(tokens, images) == [1, 9, 2, 9, 3]
-    body = generate_body([tokens, [7, 8]], SamplingParams(4), images=[images, []])
-    assert body["input_ids"] == [[1, 9, 2, 9, 3], [7, 8]] and body["image_data"] == [["a", "b"], []]
-    assert "image_data" not in generate_body([tokens], SamplingParams(4), images=[[]])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "images", "expected"),
-    [
-        ([1, 9, 9, 2], [SentImage(1, 3, "a")], "expected 3 equal tokens of an image from 1 on"),
-        ([1, 9, 9], [SentImage(1, 3, "a")], "expected 3 equal tokens"),
-        ([1, 9, 9, 9], [SentImage(1, 2, "a"), SentImage(2, 2, "b")], "expected 2 equal tokens"),
-        ([1, 9, 9, 2, 9], [SentImage(1, 2, "a")], "has 2 places for images, but 1 images"),
-    ],
-)
-def test_tokens_that_do_not_fit_the_images_are_not_sent(tokens, images, expected):
-    with pytest.raises(EngineError, match=expected):
-        with_placeholders(tokens, images)
+    images = [SentImages(7, [1, 9, 2, 9, 3], ["a", "b"]), SentImages(2, [7, 8], [])]
+    body = generate_body([[1, 9, 9, 9, 2, 9, 3, 4, 5], [7, 8]], SamplingParams(4), images=images)
+    assert body["input_ids"] == [[1, 9, 2, 9, 3, 4, 5], [7, 8]] and body["image_data"] == [["a", "b"], []]
+    assert "image_data" not in generate_body([[1]], SamplingParams(4))
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -55,12 +39,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield folder, engine
     finally:
         engine.stop()
-
-
-def sent(oracle: Oracle, prompt: list[int], images: list[bytes]) -> list[SentImage]:
-    places = [place for place, token in enumerate(prompt) if token == IMAGE and prompt[place - 1] != IMAGE]
-    counts = [int(grid.prod()) // 4 for grid in oracle.inputs(images).get("image_grid_thw", ())]
-    return [SentImage(*one) for one in zip(places, counts, map(url, images), strict=True)]
 
 
 def test_a_request_that_was_aborted_while_it_waited_has_no_prompt_length_yet():
@@ -83,25 +61,28 @@ def test_an_engine_has_the_log_probs_of_transformers(served):
         ([*b"see ", *PLACEHOLDER, *b"what?"], [A]),
     ]
     prompts = [oracle.expanded(tokens, images) for tokens, images in given]
-    images = [sent(oracle, prompt, files) for prompt, (_, files) in zip(prompts, given, strict=True)]
+    images = []
+    for prompt, (tokens, files) in zip(prompts, given, strict=True):
+        images.append(SentImages(len(prompt), tokens, list(map(url, files))))
     params = SamplingParams(6, stop_token_ids=(IMAGE, VIDEO))
     responses = client.generate(prompts, params, images)
     for prompt, (_, files), one in zip(prompts, given, responses, strict=True):
         assert one.log_probs == pytest.approx(oracle.log_probs(prompt, one.tokens, files), abs=2e-5)
     [again] = client.generate(prompts[1:2], params, images[1:2])
     assert again.num_cached > len(given[1][0]), "keys and values of the image's tokens"
+    [alone] = client.generate(prompts[:1], SamplingParams(2), images[:1])
+    assert alone.tokens, "no prompt of a request has images"
     _refused(client, prompts[1], images[1])
     _resets(client)
 
 
-def _refused(client: EngineClient, prompt: list[int], images: list[SentImage]) -> None:
+def _refused(client: EngineClient, prompt: list[int], images: SentImages) -> None:
     """The engine counts an image's tokens otherwise: training has other settings."""
-    [image] = images
-    longer = prompt[: image.place] + [IMAGE] + prompt[image.place :]
+    longer = [*prompt, IMAGE]
     with pytest.raises(EngineError, match=rf"made {len(prompt)} tokens .* has {len(longer)} in training"):
-        client.generate([longer], SamplingParams(2), [[image._replace(num_tokens=image.num_tokens + 1)]])
+        client.generate([longer], SamplingParams(2), [images._replace(num_tokens=len(longer))])
     with pytest.raises(EngineError, match="HTTP 400"):
-        client.generate([prompt], SamplingParams(2), [[image._replace(url=url(b"no image"))]])
+        client.generate([prompt], SamplingParams(2), [images._replace(urls=[url(b"no image")])])
     assert client.generate([[*b"hello"]], SamplingParams(2))
 
 

@@ -1,20 +1,25 @@
 """Models with vision towers: outputs, gradients and updates against transformers, in layouts of every kind."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hf_training import assert_outputs, hf_train, shard_of
-from ppo_engines import Case, exported, hf_outputs, make_engine, make_loss, with_score
+from ppo_engines import Case, exported, hf_outputs, make_engine, make_loss, make_rows, with_score
 from spawn import run_ranks
+from tiny_shapes import SHAPE
 from transformer_engine_stub import call
-from vision_rows import VISION, Pictures, Seeing, vision_folder, vision_rows
+from vision_rows import PATCH_NUMBERS, TOKENS, VISION, Pictures, Seeing, vision_folder, vision_rows
 
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import unnested_name
 from megappo.batch.image_layout import lay_out_images
+from megappo.batch.images import Image
+from megappo.models import vision_tower
 from megappo.models.packed_attention import PackedAttention
+from megappo.models.vision_tower import towers
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
@@ -74,6 +79,56 @@ def test_models_with_images_train_as_transformers_does(family: str, name: str, t
     run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, expected)
 
 
+class Watched(Pictures):
+    """One image for each prompt; notes the bytes of pixels that are alive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.most = 0, 0
+
+    def images(self, record: tuple[int, int]) -> list[Image]:
+        return [Image(3, (1, 4, 6), (*record, 0))]
+
+    def pixels(self, image: Image) -> torch.Tensor:
+        made = super().pixels(image)
+        self.alive += made.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made, self.forget, made.nbytes)
+        return made
+
+    def forget(self, num_bytes: int) -> None:
+        self.alive -= num_bytes
+
+
+def memory_of_images(rank: int, world_size: int, folder: Path) -> None:
+    case = Case(Layout((0,)), max_tokens=40)
+    engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
+    [tower] = towers(engine.chunks)
+    features, passed, most = tower.features, [], []
+    tower.features = lambda *given: passed.append(features(*given)) or passed[-1]
+    for count in (4, 32):
+        rows = make_rows(TOKENS["image_token_id"], [(11, 4)] * count)
+        records = torch.stack((torch.full((count,), float(count)), torch.arange(count).float()), dim=1)
+        tokens = rows.input_ids.view(count, 15).clone()
+        tokens[:, 3:9] = TOKENS["image_token_id"]
+        rows = replace(rows, input_ids=tokens.flatten(), fields=rows.fields | {"prompt_records": records})
+        engine.image_source = source = Watched()
+        kept_bytes = 4 * 6 * 3 * SHAPE["hidden_size"] * 4  # of four images: 6 tokens, deepstack twice, fp32
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vision_tower, "KEPT_BYTES", kept_bytes)
+            engine.train_batch(rows, make_loss("actor", rows))
+        assert len(source.made) == count and source.alive == 0
+        kept = sum(one.nbytes for one in tower._kept.values())
+        most.append((source.most, max(one.nbytes for one in passed), kept))
+        passed.clear()
+    print(f"bytes of pixels, of a micro-batch's features and of kept features with 4 and 32 images: {most}")
+    assert most[0] == most[1] and most[0][0] == 24 * PATCH_NUMBERS * 4, "pixels of one image at a time"
+
+
+def test_memory_does_not_grow_with_the_images_of_a_step(tmp_path: Path) -> None:
+    run_ranks(1, memory_of_images, vision_folder(tmp_path / "hf", "qwen3_vl"))
+
+
 def check_layers_of_transformer_engine(root: str) -> None:
     from transformer_engine_computed import compute
 
@@ -107,5 +162,5 @@ def test_rows_that_are_not_of_their_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"image \(0, 1, 0\) .* has other tokens than its 4 of 87 from token 0"):
         lay_out_images(moved, starts, vision, Pictures())
     positions, slots, images = lay_out_images(replace(rows, fields={}), starts, vision, Pictures())
-    assert images == () and (slots == -1).all()
+    assert images == [] and (slots == -1).all()
     assert (positions == positions[0]).all() and positions.max() == rows.lengths.max() - 1

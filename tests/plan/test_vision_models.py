@@ -96,6 +96,10 @@ def test_a_critic_needs_the_actors_kind_of_tower(
     config = load_config("run.yaml", ["critic.model_path=critic", "model.dtype=bf16"])
     named = [error for error in file_errors(config, None) if "vision tower" in error]
     assert bool(named) == is_refused
+    replaying = file_errors(config.changed("trainer.replay_rollouts", "records"), None)
+    assert [error for error in replaying if "a record holds no images" in error] == [
+        "trainer.replay_rollouts: a record holds no images, which model/config.json reads: sample instead"
+    ]
     start = "critic.model_path: critic/config.json lacks a vision tower of the actor's kind, with the"
     assert all(error.startswith(start) for error in named)
     [tower] = [line.split() for line in weights_summary(plan_run(config, 4)).splitlines() if "actor's vision" in line]

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from sessions import sample
 from megappo.config.schema import Rollout
 from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
 from megappo.engines.process import Engine
+from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.rollouts.sampler import EngineUsage, Request, RolloutSession, store_counter
 
@@ -190,6 +192,31 @@ def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than
     assert len(found.samples) == n * num_prompts
     assert at_once[0] == first and max(at_once) <= max(8, n)
     assert any(before) or num_prompts < 40 or first == n, "refilled while others go on"
+
+
+def test_images_are_read_once_for_each_prompt_and_beside_the_event_loop():
+    read, requests = Counter(), []
+
+    class Images:
+        def sent(self, prompt):
+            read[prompt, threading.current_thread() is threading.main_thread()] += 1
+            return "sent"
+
+    class Listing(EngineClient):
+        async def generate_async(self, http, prompts, params, images=()):
+            requests.append(len({tuple(prompt) for prompt in prompts}))
+            assert list(images) == ["sent"] * len(prompts)
+            async with contextlib.aclosing(super().generate_async(http, prompts, params)) as responses:
+                async for one in responses:
+                    yield one
+
+    images = Rollouts.sent_images(SimpleNamespace(images=Images()), dict.fromkeys(dict(PROMPTS), "p") | {100: "first"})
+    with EngineServer() as server:
+        client = Listing(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
+        take = store_counter(dist.HashStore(), "step 1")
+        found = sample(PROMPTS, 4, PARAMS, client, take, num_engines=1, max_running_requests=32, images=images)
+    assert every_sample_once(found.samples, 4)
+    assert read == {("first", False): 1, ("p", False): 39} and set(requests) == {1}
 
 
 class Playing:

@@ -57,7 +57,7 @@ class Engine:
             training=params,
             new_responses=lambda prompts: Responses(prompts, None, None),
             episode_runner=lambda prompts, params: runner,
-            sent_images=lambda prompts: lambda index: (),
+            sent_images=lambda prompts: None,
         )
         rollouts.for_thread = lambda: rollouts
         self.sampler = GroupSampler(rollouts, self.shared, self.queue, self.groups)

@@ -6,11 +6,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.distributed as dist
 from recorder import recorder_in
 from spawn import run_ranks
+from vision_rows import MERGE, PROMPTS, TOKENS, Pictures, vision_folder
 
+from megappo.architecture.vision import num_image_tokens
 from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
 from megappo.models.train_engine import TrainedEngine
 from megappo.observe.loggers import Histogram
 from megappo.recipes.ppo import ppo_step
@@ -33,6 +38,11 @@ METHODS = {
         "distillation": {"task_reward": False},
     },
     "ensemble": {"critic": {"ensemble": 2}, "algorithm": {"mask_agreed": 0.2, "bootstrap_truncated": True}},
+    "images": {
+        "data": {"max_prompt_length": 11},
+        "placement": {"rollout": "0-1"},
+        "algorithm": {"use_kl_in_reward": True},
+    },
     "running": {"reward": {"normalize": "running"}, "critic": {"ppo_epochs": 2}},
 }
 
@@ -130,6 +140,58 @@ def test_interrupted_after_any_update_a_run_goes_on_there(
 ) -> None:
     """Updates of a rank, on which one component lives, or both."""
     run_ranks(4, interrupted_after, tmp_path, layout, method, updates, timeout=280)
+
+
+def see_images(bench: ModuleType, folder: Path) -> Pictures:
+    """Let the recorder's runs train a model with vision, on prompts with no, one and two images; return these."""
+
+    class ImagePrompts(bench.FixedPrompts):
+        def _prompt(self, index: int, generator: torch.Generator) -> Prompt:
+            length, images = PROMPTS[index % len(PROMPTS)]
+            tokens = torch.randint(bench.VOCABULARY, (length,), generator=generator)
+            for place, grid in images:
+                tokens[place : place + num_image_tokens(grid, MERGE)] = TOKENS["image_token_id"]
+            return Prompt(index, tokens.tolist(), "", None, record=(0, index % len(PROMPTS)))
+
+    bench.FixedPrompts = ImagePrompts
+    build_models = bench.build_models
+    pictures = Pictures()
+    bench.build_models = lambda plan, exchange: build_models(plan, exchange, pictures)
+    if dist.get_rank() == 0:
+        vision_folder(folder, "qwen3_vl")
+    dist.barrier()
+    return pictures
+
+
+def killed_with_images(rank: int, world_size: int, folder: Path) -> None:
+    """Nothing of a step that a kill ends is saved; an interrupted one is saved in its middle."""
+    bench = recorder_in(folder)
+    pictures = see_images(bench, folder)
+    whole = bench.build(config_of(bench, folder, LAYOUT, "images", "whole"))
+    expected = []
+    for step in (1, 2):
+        metrics = ppo_step(whole, step)
+        expected.append(numbers_of(bench, whole, metrics))
+    config = config_of(bench, folder, LAYOUT, "images", "killed")
+    run = bench.build(config)
+    ppo_step(run, 1)
+    run.save()
+    for is_saved in (False, True):
+        with After(3), pytest.raises(Interrupted):
+            ppo_step(run, 2)
+        if is_saved:
+            run.save_if_needed()
+        run = resumed(bench, config)
+    metrics = ppo_step(run, 2)
+    found = numbers_of(bench, run, metrics)
+    different = {key: (found[key], number) for key, number in expected[1].items() if found[key] != number}
+    assert not different and found.keys() == expected[1].keys()
+    assert set(pictures.made) == {(0, 0, 0), (0, 1, 0), (0, 1, 1)}
+
+
+@pytest.mark.slow
+def test_killed_and_interrupted_a_run_on_images_goes_on_exactly(tmp_path: Path) -> None:
+    run_ranks(2, killed_with_images, tmp_path, timeout=280)
 
 
 class Watched:

@@ -193,7 +193,7 @@ class PlacedModel:
         vision = self.shape.architecture.vision
         if vision is None or stage:
             return 0.0
-        block = TOWER_COPIES * self.nbytes * prompt_length * vision.sizes["merged"]
+        block = TOWER_COPIES * self.nbytes * prompt_length * vision.sizes["merged_size"]
         return self.tower(stage) + block + self.tokens * self.feature_bytes
 
     def expert_activations(self, stage: int) -> float:
