@@ -325,8 +325,7 @@ def component_name(key: str) -> str:
 
 
 def _teachers(config: Config) -> Specs:
-    """Return the teachers that are models of the run, which read their own rows. A first one without `when` reads all
-    rows."""
+    """Return the teachers in the run. A first one without `when` reads all rows, the others read their own."""
     field = None if config.distillation.kl_kind == "full" else "teacher_log_probs"
     found = {}
     for number, (name, own) in enumerate(config.teachers.items(), 1):
