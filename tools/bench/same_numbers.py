@@ -95,11 +95,13 @@ LAYOUTS = {
 GROUPED = {"adv_estimator": "grpo"}
 WEIGHTED = {"rollout_correction": {"level": "token", "mode": "mask", "threshold": 1.4}}
 LOSS_KEYS = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}, "kl_cov": {"kl_cov_ratio": 0.2}}
+SINGLE_TURN = [name for name, loss in POLICY_LOSSES.items() if not loss.needs_turns]
 METHODS: dict[str, dict] = {
     **{name: {"algorithm": {"adv_estimator": name}} for name in ESTIMATORS},
-    **{f"loss {name}": {"actor": {"policy_loss": name, **LOSS_KEYS.get(name, {})}} for name in POLICY_LOSSES},
+    **{f"loss {name}": {"actor": {"policy_loss": name, **LOSS_KEYS.get(name, {})}} for name in SINGLE_TURN},
     "loss dis": {"actor": {"policy_loss": "dis"}, "algorithm": {"old_log_probs": "engine"}},
     "frozen attention": {"critic": {"freeze": ["attention"]}},
+    "two critics": {"critic": {"ensemble": 2}},
     **{f"preset {name}": {"algorithm": {"preset": name}} for name in PRESETS},
     "KL in the reward": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}}},
     "KL loss": {"actor": {"use_kl_loss": True, "kl_loss_type": "k3+", "kl_loss_coef": 0.1, "entropy_coeff": 0.01}},
