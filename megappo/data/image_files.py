@@ -191,17 +191,17 @@ def _encoded(image: Image.Image, form: str) -> bytes:
 
 
 def _processor(folder: str, vision: Vision, max_pixels: int | None) -> Any:
-    """Return the image processor of a model's folder.
+    """Return the image processor of a model's folder, the one with PIL alone where torch must not be imported.
 
     Raises:
         ConfigError: there is none, another one than Qwen's, or one of another model.
     """
-    from transformers import AutoImageProcessor  # not above: it imports torch
+    from transformers import AutoImageProcessor  # not above: it takes seconds, and imports torch where it may
 
     limits = {} if max_pixels is None else {"max_pixels": max_pixels}
     try:
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **limits)
-        found = type(processor).__name__, *(getattr(processor, name, None) for name in PATCHES)
+        found = type(processor).__name__.removesuffix("Pil"), *(getattr(processor, name, None) for name in PATCHES)
     except (OSError, ValueError) as error:
         found = (shorten(str(error)),)
     expected = "Qwen2VLImageProcessor", *(getattr(vision, name) for name in PATCHES)
@@ -255,9 +255,10 @@ class ImageReader:
         Raises:
             ValueError: it is too narrow.
         """
-        width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # not above: it imports torch
+        # Not above: it takes seconds.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+        width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
         limits = self._processor.size
         edge = self.vision.patch_size
         unit = edge * self.vision.merge_size

@@ -126,11 +126,12 @@ def open_examples(
     """Open the examples of data.train_files, and the examples of each of data.val_files, by name; arguments as of
     `ConversationDataset`."""
     data = config.data
+    architecture = read_architecture(config.model.path, head="value")
     opened: Any = partial(ExampleDataset, config=data)
     if config.recipe.trains == "critic":
         opened = partial(ScoredDataset, config=data, shapings=list(shapings(config)))
     if config.recipe.has_pairs:
-        padding = padding_token(read_architecture(config.model.path, head="value"), tokenizer)
+        padding = padding_token(architecture, tokenizer)
         opened = partial(PreferenceDataset, config=data.model_copy(update={"train_on": "last"}), padding=padding)
     opened = partial(
         opened,
@@ -143,9 +144,9 @@ def open_examples(
     val = {}
     for name, file in zip(data.val_names, data.val_files, strict=True):
         val[name] = opened((file,), key="data.val_files")
-    if (vision := read_architecture(config.model.path).vision) is not None:
+    if architecture.vision is not None:
         for one in (train, *val.values()):
-            one.media_tokens = vision.media_tokens
+            one.media_tokens = architecture.vision.media_tokens
     return train, val
 
 

@@ -2,9 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tiny_vision
+import yaml
 from planning import REPOSITORY, plan_here, write_run
 from published_configs import PUBLISHED, QWEN_3_VL, QWEN_25_VL, Config
 
@@ -111,3 +115,23 @@ def test_a_plan_counts_towers_and_images(tmp_path: Path) -> None:
     images = [line.split() for line in done.stdout.splitlines() if line.startswith("  actor images")]
     assert len(images[0]) == 4, "in the actor's two phases alone"
     assert "vision towers" in done.stdout and "  it fits: " in done.stdout
+
+
+def test_the_command_measures_images(tmp_path: Path) -> None:
+    folder, image = tiny_vision.vision_folder(tmp_path / "model", "qwen3_vl"), tiny_vision.noise(60, 150, 1)
+    (tmp_path / "a.png").write_bytes(image)
+    num_tokens = len(tiny_vision.Oracle(folder).expanded([*tiny_vision.PLACEHOLDER], [image]))
+    line = json.dumps({"prompt": "<image>", "images": ["a.png"], "label": "1"}) + "\n"
+    (tmp_path / "train.jsonl").write_text(256 * line)
+    settings = {
+        "model": {"path": str(tmp_path / "model")},
+        "placement": {"actor, critic, rollout": "0"},
+        "rollout": {"max_response_length": 8},
+        "data": {"train_files": str(tmp_path / "train.jsonl"), "max_prompt_length": 4},
+        "reward": {"function": "exact_match"},
+        "trainer": {"output_dir": str(tmp_path / "run"), "total_steps": 1},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "megappo", "plan", tmp_path / "config.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert f"the prompt has {num_tokens} tokens, more than data.max_prompt_length 4" in done.stderr, done.stderr
