@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     for name in ("num", "order", "tokens"):
         if args.jsonl and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name} is of responses to show, and --jsonl writes all of a step or prompt: drop one")
+            parser.error(f"--{name} changes what is shown, but --jsonl writes all of a step or prompt: drop one")
     return args
 
 

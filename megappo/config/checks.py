@@ -4,7 +4,7 @@ Contradictions within one section stand beside its keys, as do the conditions un
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from megappo.config.config_error import Errors, shorten, show
@@ -212,16 +212,23 @@ def _engine_errors(config: Config) -> Errors:
     rollout = config.rollout
     if rollout.max_total_tokens is not None:
         yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens)
-    servers = [url.lower() for url in rollout.engines]
+    yield from _address_errors("rollout.engines", rollout.engines, "MEGAPPO_ENGINE_API_KEY")
+    for name, teacher in config.teachers.items():
+        yield from _address_errors(f"teachers.{name}.url", teacher.url, "MEGAPPO_TEACHER_API_KEY")
+
+
+def _address_errors(key: str, urls: Sequence[str], variable: str) -> Errors:
+    """Yield what is no address of a server, or stands twice; `variable` of the environment has the servers' key."""
+    servers = [url.lower() for url in urls]
     for url in dict.fromkeys(servers):
         if not ADDRESS.fullmatch(url) or not 0 < int(url.rpartition(":")[2]) <= LARGEST_PORT:
             yield (
-                f"rollout.engines: {shorten(re.sub('//.*@', '//', url))} is not an address such as "
+                f"{key}: {shorten(re.sub('//.*@', '//', url))} is not an address such as "
                 "http://10.0.0.7:30000: write scheme, host and port alone, and put a key into the environment variable "
-                "MEGAPPO_ENGINE_API_KEY"
+                f"{variable}"
             )
         elif servers.count(url) > 1:
-            yield f"rollout.engines names {url} {servers.count(url)} times: drop the others, or correct them"
+            yield f"{key} names {url} {servers.count(url)} times: drop the others, or correct them"
 
 
 def _ahead_errors(config: Config) -> Errors:

@@ -246,7 +246,7 @@ class Rollout(Section):
     sleep: Literal["always", "auto", "never"] = key("always", "when an engine gives its memory to the models on its GPUs; auto = when memory needs it (GPU only)", read_if=OWN_ENGINES)
     max_total_tokens: Positive | None = key(None, "KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)", read_if=OWN_ENGINES)
     start_timeout_seconds: Seconds = key(1500.0, "timeout for the start of an engine; the first on a GPU compiles kernels")
-    request_timeout_seconds: Seconds = key(1800.0, "timeout for the next response of a rollout request, for an engine to read weights from disk, and for a teacher's server to answer")
+    request_timeout_seconds: Seconds = key(1800.0, "timeout for the next response of a rollout request, and for an engine to read weights from disk")
     max_engine_restarts: NonNegative = key(3, "restarts in a row of an engine that crashes, hangs or gives invalid answers, before the run saves and ends", read_if=OWN_ENGINES)
     engines: Texts = key((), "addresses, http://host:port, of SGLang servers that you start and watch, used instead of megappo's own; their key is in the environment variable MEGAPPO_ENGINE_API_KEY")
     port: Port = key(0, "first port of the engines on a node (engine i takes port + i); 0 = any free port", read_if=OWN_ENGINES)

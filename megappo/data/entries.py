@@ -21,11 +21,14 @@ from megappo.userland.spec import check_label
 
 NO_REWARD = Reward(function=None)
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-MEDIA = dict.fromkeys(
-    ("images", "image", "videos", "audios"),
-    "only prompts of a model with vision may have images, where it writes single responses (no environment, tools or "
-    "agent), in the field that data.image_key names; choose other data, or drop it",
-)
+MEDIA = {
+    **dict.fromkeys(
+        ("images", "image"),
+        "only prompts of a model with vision may have images, where it writes single responses (no environment, tools "
+        "or agent), in the field that data.image_key names; choose other data, or drop it",
+    ),
+    **dict.fromkeys(("videos", "audios"), "models read texts and images only; choose other data, or drop it"),
+}
 """Fields with what is no text -> what to do about them."""
 HISTORY = {"history": "put the earlier turns into messages, or drop it"}
 UNREAD = {"system": "write it as the first message", "tools": "name the functions in rollout.tools"}
@@ -86,7 +89,8 @@ class RecordFields:
     @cached_property
     def taken(self) -> Collection[str]:
         """Fields that are read by name."""
-        return {*self.required, *(self.takes.optional or ()), *([self.image_key] if self.images else [])}
+        images = [self.image_key, self.image_key.partition(".")[0]] if self.images else []
+        return {*self.required, *(self.takes.optional or ()), *images}
 
     def rank_of(self, values: Mapping[str, Any]) -> float:
         """Return the number by which a record with these values is ordered, ascending.

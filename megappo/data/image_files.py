@@ -10,8 +10,8 @@ import binascii
 import io
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ from PIL.ExifTags import Base
 
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import Vision, num_image_tokens
-from megappo.config.config_error import ConfigError, shorten
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
 
@@ -140,6 +140,15 @@ def image_file(value: Any, data_file: str) -> ImageFile:
         raise ValueError(f"an image is {value!r:.80} ({error.args[-1]}): expected {FORMS}") from None
 
 
+@contextmanager
+def naming(file: ImageFile) -> Iterator[None]:
+    """Turn errors of an image that is missing or damaged into a ValueError that names its file."""
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the image {file.path} cannot be used ({error}): correct its path, or replace it") from None
+
+
 def opened(content: bytes) -> Image.Image:
     """Return an image whose header has been read. It may be damaged, see `ImageReader.measure`."""
     return Image.open(io.BytesIO(content))
@@ -199,16 +208,18 @@ def _processor(folder: str, vision: Vision, max_pixels: int | None) -> Any:
     from transformers import AutoImageProcessor  # not above: it takes seconds, and imports torch where it may
 
     limits = {} if max_pixels is None else {"max_pixels": max_pixels}
+    remedy = "copy preprocessor_config.json from the model's repository"
     try:
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **limits)
-        found = type(processor).__name__.removesuffix("Pil"), *(getattr(processor, name, None) for name in PATCHES)
     except (OSError, ValueError) as error:
-        found = (shorten(str(error)),)
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"model.path: no image processor can be read in {folder} ({reason}): {remedy}") from None
+    found = type(processor).__name__.removesuffix("Pil"), *(getattr(processor, name, None) for name in PATCHES)
     expected = "Qwen2VLImageProcessor", *(getattr(vision, name) for name in PATCHES)
     if found != expected:
         raise ConfigError(
-            f"model.path: expected an image processor, {', '.join(PATCHES)} {expected} in {folder}, found {found}: add "
-            "preprocessor_config.json from the model's repository"
+            f"model.path: the image processor in {folder} is {found}, but config.json belongs to {expected} "
+            f"({', '.join(PATCHES)}): {remedy}"
         )
     return processor
 
@@ -242,11 +253,12 @@ class ImageReader:
         Raises:
             ValueError: it has not.
         """
-        if text.count(self.mark) != num_images or self._video_mark in text:
+        found = text.count(self.mark)
+        if found != num_images or self._video_mark in text:
             raise ValueError(
-                f"the prompt has {text.count(self.mark)} {self.mark} for {num_images} images, or {self._video_mark}, "
-                "as the model sees it: texts may hold neither, videos are not read, and the chat template must render "
-                "parts of type image"
+                f"the rendered prompt has {found} {self.mark} for {num_images} images, and {self._video_mark} "
+                f"{text.count(self._video_mark)} times: texts may hold neither, videos are not read, and the chat "
+                "template must render parts of type image"
             )
 
     def _grid(self, image: Image.Image) -> Grid:
@@ -277,7 +289,7 @@ class ImageReader:
         Raises:
             ValueError: it is missing, damaged, too narrow, or grey with more than 8 bits.
         """
-        try:
+        with naming(file):
             content = file.read()
             image = opened(content)
             if image.mode.startswith(("I", "F")):
@@ -285,10 +297,6 @@ class ImageReader:
             grid = self._grid(image)
             if whole:
                 image.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(
-                f"the image {file.path} cannot be used ({error}): correct its path, or replace it"
-            ) from None
         return grid, sha256(content).hexdigest()[:32]
 
     def pixels(self, content: bytes, grid: Grid) -> Any:

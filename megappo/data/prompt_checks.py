@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 MOST_LENGTHS = 3
 """Lengths of too long prompts up to which each is an error of its own."""
-RECORDS_AT_ONCE, READ_AT_ONCE = 1000, 16
-"""Records whose texts, and records whose files' content, which may be images, a check holds at once."""
+RECORDS_AT_ONCE = 1000
+"""Records whose texts a check holds at once."""
+READ_AT_ONCE = 16
+"""Records that a check reads at once; each may hold images."""
 COMPARED = 100
 """Records of a file whose tokens are decoded, and compared with the tokens that tokenizer.json gives."""
 MAX_FAULTS = 10

@@ -10,7 +10,7 @@ from typing import Any
 
 from megappo.batch.images import Image
 from megappo.config.config_error import ConfigError
-from megappo.data.image_files import ImageFile, ImageReader, data_url, thumbnail
+from megappo.data.image_files import ImageFile, ImageReader, data_url, naming, thumbnail
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.engines.generations import SentImages
 from megappo.observe.files import ROLLOUTS_FOLDER
@@ -50,14 +50,19 @@ class PromptImages:
     def pixels(self, image: Image) -> Any:
         """Return the patches of an image, see `ImageReader.pixels`."""
         *record, number = image.key
-        return self._reader.pixels(self._files(record)[number].read(), image.grid)
+        file = self._files(record)[number]
+        with naming(file):
+            return self._reader.pixels(file.read(), image.grid)
 
     def sent(self, prompt: Prompt) -> SentImages:
         """Return the images of a prompt as engines get them, which reads all their files."""
         tokens = list(prompt.tokens)
         for image in reversed(prompt.images):
             del tokens[image.place + 1 : image.place + self._reader.num_tokens(image.grid)]
-        urls = [data_url(file.read()) for file in self._files(prompt.record)] if prompt.images else []
+        urls = []
+        for file in self._files(prompt.record) if prompt.images else ():
+            with naming(file):
+                urls.append(data_url(file.read()))
         self.columns(prompt)  # writes files here, not where it is called again, between responses
         return SentImages(len(prompt.tokens), tokens, urls)
 
@@ -70,7 +75,8 @@ class PromptImages:
         """Write small copies of a prompt's images; return their paths in the run's folder."""
         names = []
         for file in self._files(record):
-            names.append(self._written(file.read(), THUMBNAILS, ".jpg", thumbnail))
+            with naming(file):
+                names.append(self._written(file.read(), THUMBNAILS, ".jpg", thumbnail))
         return names
 
     def _files(self, record: Sequence[float]) -> Sequence[ImageFile]:

@@ -30,7 +30,6 @@ WEIGHTS_KEY = "model.dist_checkpointing_path"
 VALUE_FIELDS = ("values", "returns")
 """Fields of the rows that a value loss reads."""
 CRITICS = ("critic", *(f"critic_{number}" for number in range(2, MOST_CRITICS + 1)))
-"""Names of the critics of the largest ensemble."""
 DeviceUse = Mapping[TensorKind, bool]
 """Kinds of tensors of a model that must be on the device -> whether they change there."""
 READ_WEIGHTS: DeviceUse = {"weights": False}
@@ -272,9 +271,10 @@ def _critic(config: Config) -> ComponentSpec | None:
 
 def _critics(config: Config) -> Specs:
     """Return the critics: one, or as many as critic.ensemble, equal except for the responses that they train on."""
-    spec, size = COMPONENTS["critic"](config), config.critic.ensemble
-    if spec is None or spec.forward is None or spec.training is None or size == 1:
+    size = config.critic.ensemble
+    if (spec := COMPONENTS["critic"](config)) is None or size == 1:
         return {} if spec is None else {"critic": spec}
+    assert spec.forward is not None and spec.training is not None, "an ensemble is of critics that learn"
     found = {}
     for member, name in enumerate(CRITICS[:size]):
         fields = {output: f"{field}_{member + 1}" for output, field in spec.forward.fields.items()}

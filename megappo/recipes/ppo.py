@@ -62,7 +62,7 @@ def sample_experience(run: Run, step: int) -> tuple[Experience, Shards]:
     with phase("ref_log_probs"):
         ref_log_probs = models.forward("ref", shards)
     model_scores = run.scorer.forward(conversations, phase)  # phase "reward_model"
-    others = models.forward_others(shards, phase)  # models of extensions, each in a phase of its own
+    others = models.forward_others(shards, phase)  # further critics, teachers, models of extensions
     with phase("gather"):
         batch = models.gather(shards, log_probs | values | ref_log_probs | others, batch)
         batch = run.scorer.add_scores(batch, conversations, model_scores)

@@ -202,6 +202,8 @@ class Replay(Batches):
                 f"was recorded with other teachers, `when`, order or distillation.without_teacher ({recorded}), "
                 "which decide which rows each has: set these to the record's, or record the rollouts again"
             )
+        if "prompt_records" in file.names:
+            errors.append("is of a model with vision, whose images a record does not hold: sample instead")
         if config.rollout.routing_replay and "expert_choices" not in file.names:
             errors.append("has no expert_choices, which rollout.routing_replay needs: record a run with it")
         return errors

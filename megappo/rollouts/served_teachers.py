@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import chain, count
-from operator import ne
 
 from torch import Tensor
 
@@ -25,6 +24,8 @@ CONCURRENCY = 64
 """Requests of a rank at once."""
 PAUSES = (1.0, 8.0, 0.0)
 """Seconds after each failed try of a request."""
+SHARE = 1 / (len(PAUSES) + 1)
+"""Share of trainer.process_group_timeout_seconds that a try may take: other ranks wait that long for all of them."""
 _client = cache(EngineClient)
 """A new client reads all certificates of the machine, which takes longer than its requests."""
 
@@ -36,18 +37,19 @@ def check_servers(config: Config, datasets: Datasets) -> None:
         ConfigError: it has another vocabulary, or would get no images. EngineError: see `with_served_log_probs`.
     """
     for key, clients in _servers(config).values():
-        if datasets.images is not None:
-            raise ConfigError(f"{key}: servers get no images, which model.path may see: load the teacher by model_path")
         tokens = [[token] for token in sorted(datasets.tokenizer.get_vocab().values())]
         texts = datasets.tokenizer.batch_decode(tokens)
         for client in clients:
             _log_probs(key, client, tokens[0] + tokens[-1], 1)
-            reply = client.post("/detokenize", {"tokens": tokens, "skip_special_tokens": False})
-            with expecting_response(reply):
-                num_other = sum(map(ne, texts, reply["text"]))
+            try:
+                reply = client.post("/detokenize", {"tokens": tokens, "skip_special_tokens": False}, client.timeout)
+                with expecting_response(reply):
+                    num_other = sum(one != other for one, other in zip(texts, reply["text"], strict=True))
+            except EngineError as error:
+                raise EngineError(f"{key}: {client.url}: {error}") from error
             if num_other:
                 raise ConfigError(
-                    f"{key}: {client.url} takes {num_other:,} of the actor's {len(texts):,} tokens for other texts: "
+                    f"{key}: {client.url} decodes {num_other:,} of the actor's {len(texts):,} tokens to other texts: "
                     "serve a model with the actor's vocabulary"
                 )
 
@@ -78,7 +80,7 @@ def with_served_log_probs(config: Config, rows: Rows) -> Rows:
 
 def _servers(config: Config) -> dict[float, tuple[str, list[EngineClient]]]:
     """Return the key and the clients of each teacher that servers serve, by its number in rows."""
-    settings = os.environ.get(API_KEY, ""), config.rollout.request_timeout_seconds
+    settings = os.environ.get(API_KEY, ""), SHARE * config.trainer.process_group_timeout_seconds
     return {
         number: (f"teachers.{name}.url", [_client(url, *settings) for url in teacher.url])
         for number, (name, teacher) in enumerate(config.teachers.items(), 1)
@@ -98,10 +100,11 @@ def _log_probs(key: str, client: EngineClient, tokens: list[int], start: int) ->
         try:
             reply = client.post("/generate", body, client.timeout)
             with expecting_response(reply):
-                found = [float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-                if len(found) == len(tokens) - start and math.isfinite(sum(found)):
+                entries = reply["meta_info"]["input_token_logprobs"][1:]
+                found = [float(entry[0]) for entry in entries]
+                if [entry[1] for entry in entries] == tokens[start:] and math.isfinite(sum(found)):
                     return found
-                raise ValueError(f"expected {len(tokens) - start} finite log-probs, got {found}")
+                raise ValueError(f"expected finite log-probs of tokens {tokens[start:]}, got {entries}")
         except EngineError as error:
             failure = error
         time.sleep(pause)

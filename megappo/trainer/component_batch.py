@@ -98,16 +98,23 @@ class Component:
         return ComponentBatch(self, mini_batches, trained, self.exchange.move(batch, destinations, reads), taught)
 
     def _taught(self, rows: Rows) -> Batch:
-        """Return the rows here that the component teaches, and as many others as each shard needs to have one: all
+        """Return the rows here that the component teaches, and others if it is fewer than a row for each shard: all
         shards make a pass together."""
         is_chosen = rows.field("teacher") == self.spec.teacher
-        num_taught = sum(self.exchange.all_gather(int(is_chosen.sum())))
-        is_chosen[: max(0, self.layout.data - num_taught)] = True
+        if sum(self.exchange.all_gather(int(is_chosen.sum()))) < self.layout.data:
+            is_chosen |= rows.ids < self.layout.data
         return self.exchange.number(rows.select(is_chosen.nonzero().flatten()))
 
     def _trained(self, batch: Batch) -> frozenset[int]:
         """Return the numbers of the rows on all ranks that the critic of an ensemble trains on."""
-        is_own = _response_numbers(batch) % self.spec.members == self.spec.member
+        rows = batch.rows
+        numbers = rows.ids
+        if "episodes" in rows.fields:  # whose rows are one response
+            episodes = rows.fields["episodes"].long()
+            most = max(self.exchange.all_gather(int(episodes.max()) if len(episodes) else 0))
+            _, prompts = batch.table.prompt_ids.unique(return_inverse=True)
+            numbers = prompts[rows.ids] * (most + 1) + episodes
+        is_own = numbers % self.spec.members == self.spec.member
         return frozenset(chain.from_iterable(self.exchange.all_gather(batch.rows.ids[is_own].tolist())))
 
 
@@ -199,16 +206,6 @@ class ComponentBatch:
         return parts
 
 
-def _response_numbers(batch: Batch) -> torch.Tensor:
-    """Return numbers of the rows' responses, [B] int64: consecutive ones for the responses to a prompt. The rows of an
-    episode are one response."""
-    rows = batch.rows
-    if "episodes" not in rows.fields:
-        return rows.ids
-    _, prompts = batch.table.prompt_ids.unique(return_inverse=True)
-    return rows.fields["episodes"].long() + prompts[rows.ids]
-
-
 def _joined(first: RankRows, then: RankRows) -> RankRows:
-    """Join the rows of a mini-batch at each shard. Shards with the fewest of one get the most of the other."""
+    """Join the rows of a mini-batch at each shard. A shard without any of one gets some of the other."""
     return tuple(part + other for part, other in zip(first, reversed(then), strict=True))

@@ -132,7 +132,7 @@ class Models:
         return {name: shards[name].forward()} if name in self.forwards else {}
 
     def forward_others(self, shards: Shards, phase: Callable) -> dict[str, Outputs]:
-        """Return the outputs of the components that extensions have registered, each in its own phase."""
+        """Return the outputs of further critics, teachers and models of extensions, each in its own phase."""
         outputs = {}
         for name, forward in self.forwards.items():
             if name not in OF_PPO:
@@ -160,7 +160,7 @@ class Models:
             update(shards[name], self.config)
 
     def update_others(self, shards: Shards, step: int, phase: Callable) -> None:
-        """Train the components that extensions have registered, each in its own phase."""
+        """Train further critics and models of extensions, each in its own phase."""
         for name in self.trained_in(step):
             if name not in OF_PPO:
                 with phase(f"update_{name}"):

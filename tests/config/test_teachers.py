@@ -77,6 +77,9 @@ REFUSED = {
     "teachers.a.url: the model is its server's: drop parallel and placement": {
         "teachers": {"a": {"url": URL, "placement": "0", "parallel": {"tensor": 2}}}
     },
+    "teachers.a.url: 10.0.0.1:30000 is not an address such as http://10.0.0.7:30000": {
+        "teachers": {"a": {"url": "10.0.0.1:30000"}}
+    },
     "teachers.a.url: servers return log-probs at temperature 1": {
         "teachers": {"a": {"url": URL}},
         "rollout": {"temperature": 0.7},

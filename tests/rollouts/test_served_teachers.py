@@ -31,9 +31,10 @@ def answer(tokens: list[int], start: int) -> dict[str, Any]:
 
 
 WRONG: dict[str, Callable[[list], Any]] = {
-    "expected 2 finite log-probs, got [-7.01]": lambda entries: entries.pop(),
+    "expected finite log-probs of tokens [7, 8], got [[-7.01, 7, None]]": lambda entries: entries.pop(),
     "TypeError": lambda entries: entries[1].__setitem__(0, None),
-    "expected 2 finite log-probs, got [nan, -8.02]": lambda entries: entries[1].__setitem__(0, float("nan")),
+    "finite log-probs of tokens [7, 8], got [[nan, 7, None]": lambda entries: entries[1].__setitem__(0, float("nan")),
+    "got [[-7.01, 8, None], [-8.02, 8, None]]": lambda entries: entries[1].__setitem__(1, 8),
 }
 """A part of the error -> what the server does to the entries of a right answer."""
 
@@ -127,23 +128,24 @@ def test_a_wrong_answer_names_the_teacher_and_the_server(message, servers):
 def test_a_dead_server_names_the_teacher(servers, monkeypatch):
     monkeypatch.setattr("megappo.engines.client.ENDING_SECONDS", 0.1)
     with pytest.raises(EngineError, match="teachers.b.url: http://127.0.0.1:9: .*/generate does not answer"):
-        check_servers(config_of("http://127.0.0.1:9"), SimpleNamespace(tokenizer=TOKENIZER, images=None))
+        check_servers(config_of("http://127.0.0.1:9"), SimpleNamespace(tokenizer=TOKENIZER))
 
 
 def test_the_start_compares_every_token(servers):
-    datasets, config = SimpleNamespace(tokenizer=TOKENIZER, images=None), config_of(servers[0].url, servers[1].url)
+    datasets, config = SimpleNamespace(tokenizer=TOKENIZER), config_of(servers[0].url, servers[1].url)
     check_servers(config, datasets)
     size = len(TOKENIZER.get_vocab())
     for server in servers:
         (_, probe, _), (_, asked, _) = server.requests
         assert probe["input_ids"] == [0, size - 1] and len(asked["tokens"]) == size
         assert asked["skip_special_tokens"] is False
+    servers[1].statuses = [200, 404]
+    with pytest.raises(EngineError, match=f"teachers.b.url: {servers[1].url}: .*/detokenize"):
+        check_servers(config, datasets)
     servers[1].fifth = "other"
     with pytest.raises(
-        ConfigError, match=f"teachers.b.url: {servers[1].url} takes 1 of the actor's 97 tokens for other texts"
+        ConfigError, match=f"teachers.b.url: {servers[1].url} decodes 1 of the actor's 97 tokens to other texts"
     ):
         check_servers(config, datasets)
-    with pytest.raises(ConfigError, match="teachers.b.url: servers get no images"):
-        check_servers(config, SimpleNamespace(tokenizer=TOKENIZER, images=object()))
     only_evaluates = config.model_copy(update={"trainer": config.trainer.model_copy(update={"eval_only": True})})
     check_servers(only_evaluates, None)

@@ -95,7 +95,7 @@ def test_a_record_and_its_lines_train_alike(tmp_path: Path, config: Path) -> Non
     assert done.returncode == 0 and not done.stderr, done.stderr
     for others, status, why in (
         (("--step", "9"), 1, "has no step 9: it has 1, 2"),
-        (("--num", "3"), 2, "--num is of responses to show"),
+        (("--num", "3"), 2, "--num changes what is shown"),
     ):
         refused = commands.run(EXPORT, tmp_path / "record", "--jsonl", *others)
         assert refused.returncode == status and why in refused.stderr

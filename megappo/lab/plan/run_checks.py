@@ -409,6 +409,9 @@ def _tower_errors(config: Config, key: str, architecture: Architecture) -> Error
             )
         if actor.vision and config.trainer.replay_rollouts and key == "model.path":
             yield f"trainer.replay_rollouts: a record holds no images, which {actor.file} reads: sample instead"
+        for name, teacher in config.teachers.items():
+            if actor.vision and teacher.url and key == "model.path":
+                yield f"teachers.{name}.url: servers get no images, which {actor.file} reads: set model_path instead"
 
 
 def _reward_model_errors(config: Config, architecture: Architecture) -> Errors:
