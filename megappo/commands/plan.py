@@ -130,6 +130,8 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     findings = Findings() if missing else rehearse(config, everything=args.all)
     warnings += findings.warnings
     unchecked = "weights, memory, engines"
+    if any(teacher.url for teacher in config.teachers.values()):
+        unchecked += ", the servers of teachers"
     if missing:
         unchecked = f"tokenizer, prompts, reward functions, environments (files are missing), {unchecked}"
     elif config.rollout.server_args and not known_names():

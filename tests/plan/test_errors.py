@@ -101,6 +101,8 @@ def test_the_plan_lists_what_it_has_checked_and_what_not(plan, run_folder):
         "nothing is wrong: ready for 4 processes of megappo.train",
     ]
     assert not (run_folder / "out").exists()
+    served = plan(run_folder, "run.yaml", "teachers.a.url=http://10.0.0.7:30000")
+    assert served.returncode == 0 and "not checked: weights, memory, engines, the servers of teachers" in served.stdout
 
 
 def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan, run_folder):
