@@ -151,7 +151,7 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
         ("{'score': 1, 'loss_weight': float('nan')}", "expected a finite number .* as loss_weight, found nan"),
         ("{'score': 1, 'loss_weight': None}", "expected a finite number .* as loss_weight, found None"),
         ("{'score': 1, 'step_scores': 0.5}", r"expected a list of \[end, score\] as step_scores, .*, found 0.5"),
-        ("{'score': 1, 'step_scores': [[1.0, 2]]}", r"with ascending ends from 1 to 3, .*, found \[1.0, 2\]"),
+        ("{'score': 1, 'step_scores': [[1.5, 2]]}", r"with ascending ends from 1 to 3, .*, found \[1.5, 2\]"),
         ("{'score': 1, 'step_scores': [[0, 1]]}", r"with ascending ends from 1 to 3, .*, found \[0, 1\]"),
         ("{'score': 1, 'step_scores': [[2, 1], [4, 1]]}", r"with ascending ends from 1 to 3, .*, found \[4, 1\]"),
         ("{'score': 1, 'step_scores': [[2, 3], [2, 1]]}", r"with ascending ends from 1 to 3, .*, found \[2, 1\]"),
