@@ -70,7 +70,7 @@ UNPICKLES = ("pickle.load", "pickle.loads", "pickle.Unpickler")
 UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 """It reads a pickle that may name nothing but descriptions of tensors."""
 LONGEST_FILE, LONGEST_FUNCTION = 500, 70
-EVERYTHING, CORE = 312_220, 254_620
+EVERYTHING, CORE = 312_250, 254_620
 """The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/, commands/, recipes/ and
 agents/. CONTRIBUTING.md, "Size", has what a feature may cost."""
 BESIDE_THE_CORE = ("megappo/lab/", "megappo/commands/", "megappo/recipes/", "megappo/agents/")

@@ -102,7 +102,9 @@ def _log_probs(key: str, client: EngineClient, tokens: list[int], start: int) ->
             with expecting_response(reply):
                 entries = reply["meta_info"]["input_token_logprobs"][1:]
                 found = [float(entry[0]) for entry in entries]
-                if [entry[1] for entry in entries] == tokens[start:] and math.isfinite(sum(found)):
+                # SGLang 0.5.23 writes the last token of a vocabulary as 0 (logprob_result_processor.py).
+                named = [entry[1] or token for entry, token in zip(entries, tokens[start:], strict=True)]
+                if named == tokens[start:] and math.isfinite(sum(found)):
                     return found
                 raise ValueError(f"expected finite log-probs of tokens {tokens[start:]}, got {entries}")
         except EngineError as error:

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -157,6 +158,7 @@ def see_images(bench: ModuleType, folder: Path) -> Pictures:
     build_models = bench.build_models
     pictures = Pictures()
     bench.build_models = lambda plan, exchange: build_models(plan, exchange, pictures)
+    bench.Datasets = partial(bench.Datasets, images=pictures)
     if dist.get_rank() == 0:
         vision_folder(folder, "qwen3_vl")
     dist.barrier()
