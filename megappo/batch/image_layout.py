@@ -24,14 +24,14 @@ def lay_out_images(
     Returns:
         Positions of all tokens, [3, W] int64: frame, row and column, which are the same for text, and 0 for padding;
         for each token its number among the tokens of the pack's images, one image after the other, [W] int64, -1 for
-        text; and these images, once for each row.
+        text; and these images, each once.
     Raises:
         ValueError: tokens of a row are not the ones of its images.
     """
     length = int(starts[-1])
     positions = torch.zeros(3, length, dtype=torch.int64)
     slots = torch.full((length,), -1)
-    images: list[Image] = []
+    first_slots: dict[Image, int] = {}
     num_slots = 0
     for start, tokens, of_row in zip(starts.tolist(), rows.sequences, images_of(rows, source), strict=False):
         positions[:, start : start + len(tokens)] = mrope_positions(len(tokens), of_row, vision.merge_size)
@@ -42,11 +42,11 @@ def lay_out_images(
                     f"image {image.key} (data set, prompt, number): its row has other tokens than its {count} of "
                     f"{vision.image_token} from token {image.place} on: the row has another prompt, or was cut"
                 )
+            first_slot = first_slots.setdefault(image, num_slots)
+            num_slots = max(num_slots, first_slot + count)
             place = start + image.place
-            slots[place : place + count] = num_slots + torch.arange(count)
-            num_slots += count
-            images.append(image)
-    return positions, slots, images
+            slots[place : place + count] = first_slot + torch.arange(count)
+    return positions, slots, list(first_slots)
 
 
 def images_of(rows: Rows, source: ImageSource | None) -> list[Sequence[Image]]:

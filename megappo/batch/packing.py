@@ -39,7 +39,7 @@ class PackedBatch:
         expert_choices: [T, K] uint8, of the tokens held here, as in the rows, 0 for padding; None if they have none.
         mrope_positions: [3, T] int64: frame, row and column of the tokens held here, for a model with a vision tower.
         image_slots: [T] int64: numbers of the tokens held here among the tokens of `images`, -1 for text.
-        images: the images in the rows, once for each row.
+        images: the images in the rows, each once.
         returns: [N], targets of the values at `predictor_index`; None if the rows have none.
     """
 
