@@ -1,16 +1,14 @@
 """Log-probs of teachers that servers serve: requests, further tries and wrong answers, with a server that answers as
 SGLang does; tests/run/test_served_teacher.py has SGLang's own."""
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from character_tokenizer import character_tokenizer
+from json_server import JsonServer, serving
 
 from megappo.batch.rows import Rows
 from megappo.config.config_error import ConfigError
@@ -39,44 +37,31 @@ WRONG: dict[str, Callable[[list], Any]] = {
 """A part of the error -> what the server does to the entries of a right answer."""
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+def answering(server: JsonServer) -> None:
+    """Let a server answer as SGLang does, with what a test sets: other statuses, a text of token 5, changed entries."""
+    server.statuses, server.fifth, server.spoil = [], "", lambda entries: None
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, body, self.headers.get("Authorization")))
-        status = self.server.statuses.pop(0) if self.server.statuses else 200
-        if self.path == "/detokenize":
-            reply = {"text": [TOKENIZER.decode(tokens) for tokens in body["tokens"]]}
-            reply["text"][5] = self.server.fifth or reply["text"][5]
-        else:
-            reply = answer(body["input_ids"], body["logprob_start_len"])
-            self.server.spoil(reply["meta_info"]["input_token_logprobs"])
-        data = json.dumps(reply if status == 200 else {"error": "why"}).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def answers(count: int, body: dict) -> tuple[int, dict]:
+        if (status := server.statuses.pop(0) if server.statuses else 200) != 200:
+            return status, {"error": "why"}
+        if "tokens" in body:
+            texts = [TOKENIZER.decode(tokens) for tokens in body["tokens"]]
+            texts[5] = server.fifth or texts[5]
+            return 200, {"text": texts}
+        reply = answer(body["input_ids"], body["logprob_start_len"])
+        server.spoil(reply["meta_info"]["input_token_logprobs"])
+        return 200, reply
 
-    def log_message(self, *_: object) -> None:
-        pass
+    server.answers = answers
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadingHTTPServer]]:
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[JsonServer]]:
     monkeypatch.setattr(served_teachers, "PAUSES", (0.0,) * 3)
-    found = []
-    for _ in range(2):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.requests, server.statuses, server.fifth, server.spoil = [], [], "", lambda entries: None
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        found.append(server)
-    yield found
-    for server in found:
-        server.shutdown()
-        server.server_close()
+    with serving() as one, serving() as other:
+        for server in (one, other):
+            answering(server)
+        yield [one, other]
 
 
 def config_of(*urls: str) -> Config:

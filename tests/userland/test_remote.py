@@ -1,13 +1,11 @@
 """Scores of servers, which are real ones on this machine: what they are sent, and every way in which they may fail."""
 
-import json
 import re
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from json_server import JsonServer, serving
 from reward_pools import rows_of
 from waiting import wait_until
 
@@ -15,48 +13,14 @@ from megappo.lab.graders.remote import SCORE
 from megappo.userland.rewards import RewardError, RewardPool, load_reward
 
 
-class Server(ThreadingHTTPServer):
-    """Answers as a test wants, and keeps the requests."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.requests: list[tuple[str, dict, str]] = []
-        self.answers = lambda count, body: (200, {})
-        self.num_open = self.most_open = 0
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, body, self.headers.get("Authorization", "")))
-        self.server.num_open += 1
-        self.server.most_open = max(self.server.most_open, self.server.num_open)
-        status, answer = self.server.answers(len(self.server.requests), body)
-        self.server.num_open -= 1
-        data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as found:
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
+def server() -> Iterator[JsonServer]:
+    with serving() as found:
+        found.url += "/v1"
         yield found
-        found.shutdown()
-        thread.join()
 
 
-def load(name: str, server: Server, settings: dict | None = None, **options: object) -> RewardPool:
+def load(name: str, server: JsonServer, settings: dict | None = None, **options: object) -> RewardPool:
     given = {name: {"url": server.url, **options}}
     return load_reward(name, num_workers=1, timeout_seconds=20, options=given, **(settings or {}))
 
@@ -67,22 +31,18 @@ def scores(pool: RewardPool, count: int = 3, columns: list[dict] | None = None) 
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[JsonServer]:
     """A proxy that refuses, for the Internet."""
-    with Server() as found:
+    with serving() as found:
         found.answers = lambda count, body: (403, "not you")
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
         monkeypatch.setenv("http_proxy", f"http://someone:secret@127.0.0.1:{found.server_port}")
         monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1")
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         yield found
-        found.shutdown()
-        thread.join()
 
 
-def test_a_server_of_this_machine_gets_requests_without_a_proxy(server: Server, other: Server):
+def test_a_server_of_this_machine_gets_requests_without_a_proxy(server: JsonServer, other: JsonServer):
     server.answers = of_labels
     with load("http", server) as pool:
         assert scores(pool) == [[0.0], [0.5], [1.0]]
@@ -100,7 +60,7 @@ SOCKS = r"raised ImportError: Using SOCKS proxy, but the 'socksio' package is no
         ("https://scores.example.invalid/v1", SOCKS),
     ],
 )
-def test_a_proxy_is_named_without_its_password(server: Server, other: Server, url: str, reply: str):
+def test_a_proxy_is_named_without_its_password(server: JsonServer, other: JsonServer, url: str, reply: str):
     with load("http", server, url=url) as pool, pytest.raises(RewardError, match=reply) as caught:
         scores(pool)
     assert "secret" not in str(caught.value)
@@ -110,7 +70,7 @@ def of_labels(count: int, body: dict) -> tuple[int, dict]:
     return 200, {"scores": [{"score": label / 2, "seen": 1} for label in body["labels"]]}
 
 
-def test_a_scorer_gets_what_is_documented_with_the_key(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_a_scorer_gets_what_is_documented_with_the_key(server: JsonServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SCORER_API_KEY", "abc")
     server.answers = of_labels
     with load("http", server, {"pass_env": ["SCORER_API_KEY"]}, api_key_env="SCORER_API_KEY") as pool:
@@ -126,7 +86,7 @@ def test_a_scorer_gets_what_is_documented_with_the_key(server: Server, monkeypat
     assert [len(body["labels"]) for _, body, _ in server.requests[1:]] == [64, 36]
 
 
-def test_a_scorer_that_is_busy_gets_another_request(server: Server):
+def test_a_scorer_that_is_busy_gets_another_request(server: JsonServer):
     server.answers = lambda count, body: (503, "busy") if count < 3 else of_labels(count, body)
     with load("http", server) as pool:
         assert scores(pool) == [[0.0], [0.5], [1.0]]
@@ -153,7 +113,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("answers", "message", "num_requests"), FAULTS.values(), ids=FAULTS)
-def test_a_scorers_fault_is_reported(server: Server, answers: object, message: str, num_requests: int):
+def test_a_scorers_fault_is_reported(server: JsonServer, answers: object, message: str, num_requests: int):
     server.answers = answers
     seconds = 1.0 if answers is hangs else 10  # long enough for a request to arrive on a busy machine
     pool = load("http", server, retries=1, seconds=seconds)
@@ -164,20 +124,20 @@ def test_a_scorers_fault_is_reported(server: Server, answers: object, message: s
 
 
 def test_a_missing_scorer_is_reported():
-    with Server() as gone:
+    with JsonServer() as gone:
         pass
     with pytest.raises(RewardError, match=rf"{gone.url} does not answer \(ConnectError"):
         scores(load("http", gone, retries=0))
 
 
-def test_a_key_that_is_not_passed_on_is_reported(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_a_key_that_is_not_passed_on_is_reported(server: JsonServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SCORER_API_KEY", "abc")
     with pytest.raises(RewardError, match="SCORER_API_KEY is not set here: set it, and name it in reward.pass_env"):
         scores(load("http", server, api_key_env="SCORER_API_KEY"))
     assert not server.requests
 
 
-def test_an_engine_gets_conversations_and_its_models_scores_count(server: Server):
+def test_an_engine_gets_conversations_and_its_models_scores_count(server: JsonServer):
     server.answers = lambda count, body: (200, [{"embedding": [float(text[0]) / 2]} for text in body["text"]])
     with load("engine", server, begin="p", end="<end>") as pool:
         assert scores(pool) == [[0.0], [0.5], [1.0]]
@@ -185,7 +145,7 @@ def test_an_engine_gets_conversations_and_its_models_scores_count(server: Server
 
 
 @pytest.mark.parametrize("answer", [[{"embedding": [0.5, 0.5]}] * 3, [{"embedding": [0.5]}] * 2, {"error": "none"}])
-def test_an_engine_without_one_score_for_each_conversation_is_reported(server: Server, answer: object):
+def test_an_engine_without_one_score_for_each_conversation_is_reported(server: JsonServer, answer: object):
     server.answers = lambda count, body: (200, answer)
     with pytest.raises(RewardError, match="reward function engine (?s:.*)expected 3 embeddings of one number: serve a"):
         scores(load("engine", server))
@@ -195,7 +155,7 @@ def judge_scores(text: str) -> dict:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def test_a_judge_gets_many_requests_at_once_and_its_last_score_counts(server: Server):
+def test_a_judge_gets_many_requests_at_once_and_its_last_score_counts(server: JsonServer):
     def answers(count: int, body: dict) -> tuple[int, dict]:
         time.sleep(0.2)
         [message] = body["messages"]
@@ -243,13 +203,13 @@ def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | No
         ({"score_pattern": "Score: 1"}, r"has a score_pattern without a group, 'Score: 1': put the number in paren"),
     ],
 )
-def test_a_judges_wrong_template_or_pattern_is_named_before_a_request(server: Server, options: dict, message: str):
+def test_a_judges_wrong_template_or_pattern_is_named_before_a_request(server: JsonServer, options: dict, message: str):
     with pytest.raises(RewardError, match=message):
         scores(load("judge", server, model="m", **options))
     assert server.requests == []
 
 
-def test_a_judge_without_a_score_gets_another_request_and_costs_its_row_alone(server: Server):
+def test_a_judge_without_a_score_gets_another_request_and_costs_its_row_alone(server: JsonServer):
     def answers(count: int, body: dict) -> tuple[int, dict]:
         return 200, judge_scores("I do not know." if "r1" in body["messages"][0]["content"] else "Score: 1")
 
@@ -261,6 +221,6 @@ def test_a_judge_without_a_score_gets_another_request_and_costs_its_row_alone(se
         scores(load("judge", server, model="m", retries=0))
 
 
-def test_an_answer_that_is_no_chat_completion_is_reported(server: Server):
+def test_an_answer_that_is_no_chat_completion_is_reported(server: JsonServer):
     with pytest.raises(RewardError, match="answered with something other than a chat completion: {}"):
         scores(load("judge", server, model="m"))
