@@ -26,7 +26,6 @@ class Field:
 
 
 _OF_MEMBER = Field(True, "the forward pass of a critic of an ensemble", "the return that this critic expects")
-_OF_MEMBER_AT_END = replace(_OF_MEMBER, per_token=False)
 FIELDS: Table[Field] = Table(
     "field of rows",
     {
@@ -69,8 +68,8 @@ FIELDS: Table[Field] = Table(
         "teacher_log_probs": Field(True, "its teacher's forward pass, or server", "log-probs of the row's teacher"),
         "values": Field(True, "the critic's forward pass", "the return expected before the token"),
         "bootstrap_values": Field(False, "the critic's forward pass", "the return expected after the last token"),
-        **{f"values_{number}": _OF_MEMBER for number in range(1, MOST_CRITICS + 1)},
-        **{f"bootstrap_values_{number}": _OF_MEMBER_AT_END for number in range(1, MOST_CRITICS + 1)},
+        **{f"values_{i}": _OF_MEMBER for i in range(1, MOST_CRITICS + 1)},
+        **{f"bootstrap_values_{i}": replace(_OF_MEMBER, per_token=False) for i in range(1, MOST_CRITICS + 1)},
         "reward_model_scores": Field(False, "the reward model's forward pass", "its score of the response"),
         "reward_model_token_scores": Field(True, "the reward model's forward pass", "its score before the token"),
         "shaped_scores": Field(False, "the advantages", "the scores after scale, clip, normalising and length penalty"),

@@ -31,6 +31,8 @@ TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Name that a user gives in eval.datasets or teachers: a part of keys and of metrics."""
 MOST_CRITICS = 8
 """The largest critic.ensemble: each critic has fields of rows of its own."""
+CRITICS = ("critic", *(f"critic_{number}" for number in range(2, MOST_CRITICS + 1)))
+"""Names of the critics of the largest ensemble."""
 EXPLAINED = "explained"
 """Type of a validation error whose text is printed after the expected values."""
 

@@ -20,7 +20,7 @@ from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
 from megappo.config.value_support import value_support
-from megappo.config.values import MOST_CRITICS, ParameterGroup, TensorKind
+from megappo.config.values import CRITICS, ParameterGroup, TensorKind
 from megappo.table import Table, resolved
 
 AUTO = "auto"
@@ -29,7 +29,6 @@ REWARD_MODEL_KEY = "reward_model.model_path"
 WEIGHTS_KEY = "model.dist_checkpointing_path"
 VALUE_FIELDS = ("values", "returns")
 """Fields of the rows that a value loss reads."""
-CRITICS = ("critic", *(f"critic_{number}" for number in range(2, MOST_CRITICS + 1)))
 DeviceUse = Mapping[TensorKind, bool]
 """Kinds of tensors of a model that must be on the device -> whether they change there."""
 READ_WEIGHTS: DeviceUse = {"weights": False}
@@ -269,10 +268,9 @@ def _critic(config: Config) -> ComponentSpec | None:
     )
 
 
-def _critics(config: Config) -> Specs:
+def _critics(spec: ComponentSpec | None, size: int) -> Specs:
     """Return the critics: one, or as many as critic.ensemble, equal except for the responses that they train on."""
-    size = config.critic.ensemble
-    if (spec := COMPONENTS["critic"](config)) is None or size == 1:
+    if spec is None or size == 1:
         return {} if spec is None else {"critic": spec}
     assert spec.forward is not None and spec.training is not None, "an ensemble is of critics that learn"
     found = {}
@@ -404,7 +402,7 @@ def of_critic(config: Config) -> Specs:
 
 def of_trajectories(config: Config) -> Specs:
     """Return the critics, the only models of a run on trajectories; nothing if the config has none."""
-    return _with_bases(_critics(config))
+    return _with_bases(_critics(COMPONENTS["critic"](config), config.critic.ensemble))
 
 
 def of_evaluation(config: Config) -> Specs:
@@ -423,7 +421,8 @@ def of_evaluation(config: Config) -> Specs:
 
 def _of_table(config: Config) -> Specs:
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
-    return {name: spec for name, spec in specs.items() if spec is not None} | _critics(config) | _teachers(config)
+    critics = _critics(specs["critic"], config.critic.ensemble)
+    return {name: spec for name, spec in specs.items() if spec is not None} | critics | _teachers(config)
 
 
 def _with_bases(specs: Specs) -> Specs:

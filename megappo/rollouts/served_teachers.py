@@ -24,8 +24,6 @@ CONCURRENCY = 64
 """Requests of a rank at once."""
 PAUSES = (1.0, 8.0, 0.0)
 """Seconds after each failed try of a request."""
-SHARE = 1 / (len(PAUSES) + 1)
-"""Share of trainer.process_group_timeout_seconds that a try may take: other ranks wait that long for all of them."""
 _client = cache(EngineClient)
 """A new client reads all certificates of the machine, which takes longer than its requests."""
 
@@ -34,7 +32,7 @@ def check_servers(config: Config, datasets: Datasets) -> None:
     """Check that each server of a teacher returns log-probs, and takes each token of the actor for the same text.
 
     Raises:
-        ConfigError: it has another vocabulary, or would get no images. EngineError: see `with_served_log_probs`.
+        ConfigError: it has another vocabulary. EngineError: see `with_served_log_probs`.
     """
     for key, clients in _servers(config).values():
         tokens = [[token] for token in sorted(datasets.tokenizer.get_vocab().values())]
@@ -80,7 +78,8 @@ def with_served_log_probs(config: Config, rows: Rows) -> Rows:
 
 def _servers(config: Config) -> dict[float, tuple[str, list[EngineClient]]]:
     """Return the key and the clients of each teacher that servers serve, by its number in rows."""
-    settings = os.environ.get(API_KEY, ""), SHARE * config.trainer.process_group_timeout_seconds
+    # Other ranks wait for all tries together.
+    settings = os.environ.get(API_KEY, ""), config.trainer.process_group_timeout_seconds / (len(PAUSES) + 1)
     return {
         number: (f"teachers.{name}.url", [_client(url, *settings) for url in teacher.url])
         for number, (name, teacher) in enumerate(config.teachers.items(), 1)

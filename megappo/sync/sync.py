@@ -102,9 +102,7 @@ class WeightSync:
                     if self.senders:
                         check_finite(bucket, flat)
                 wait_for(pending)
-                pending = []
-                if flat is not None:
-                    pending += [threads.submit(send, sender, bucket, [flat]) for sender in self.senders]
+                pending = [threads.submit(send, sender, bucket, [flat]) for sender in self.senders if flat is not None]
                 pending += [threads.submit(receiver.send, bucket) for receiver in self.receivers]
                 del flat
             wait_for(pending)

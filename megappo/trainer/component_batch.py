@@ -111,11 +111,11 @@ class Component:
         numbers = rows.ids
         if "episodes" in rows.fields:  # whose rows are one response
             episodes = rows.fields["episodes"].long()
-            most = max(self.exchange.all_gather(int(episodes.max()) if len(episodes) else 0))
+            most = max(self.exchange.all_gather(max([0, *episodes.tolist()])))
             _, prompts = batch.table.prompt_ids.unique(return_inverse=True)
             numbers = prompts[rows.ids] * (most + 1) + episodes
-        is_own = numbers % self.spec.members == self.spec.member
-        return frozenset(chain.from_iterable(self.exchange.all_gather(batch.rows.ids[is_own].tolist())))
+        own = rows.ids[numbers % self.spec.members == self.spec.member].tolist()
+        return frozenset(chain.from_iterable(self.exchange.all_gather(own)))
 
 
 @dataclass

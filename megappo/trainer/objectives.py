@@ -150,8 +150,7 @@ def critic_loss(
     shared = _shared(config, num_tokens, num_sequences)
 
     def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
-        weights = {"loss_weights": rows.fields.get(LOSS_WEIGHTS)}
-        return _value_loss(config, outputs, rows, shared | weights, name, old)
+        return _value_loss(config, outputs, rows, shared | {"loss_weights": rows.fields.get(LOSS_WEIGHTS)}, name, old)
 
     return loss_fn
 

@@ -104,6 +104,9 @@ def test_a_critic_needs_the_actors_kind_of_tower(
     assert [error for error in replaying if "a record holds no images" in error] == [
         "trainer.replay_rollouts: a record holds no images, which model/config.json reads: sample instead"
     ]
+    far = "teachers.far.url=http://10.0.0.7:30000"
+    served = file_errors(load_config("run.yaml", ["critic.model_path=critic", "model.dtype=bf16", far]), None)
+    assert "teachers.far.url: servers get no images, which model/config.json reads: set model_path" in served
     start = "critic.model_path: critic/config.json lacks a vision tower of the actor's kind, with the"
     assert all(error.startswith(start) for error in named)
     [tower] = [line.split() for line in weights_summary(plan_run(config, 4)).splitlines() if "actor's vision" in line]

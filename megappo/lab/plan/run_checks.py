@@ -407,11 +407,12 @@ def _tower_errors(config: Config, key: str, architecture: Architecture) -> Error
                 f"{key}: {architecture.file} lacks a vision tower of the actor's kind, with the image token and sizes "
                 f"of patches of {actor.file}, and would misread images: choose a model of {actor.name}"
             )
-        if actor.vision and config.trainer.replay_rollouts and key == "model.path":
-            yield f"trainer.replay_rollouts: a record holds no images, which {actor.file} reads: sample instead"
-        for name, teacher in config.teachers.items():
-            if actor.vision and teacher.url and key == "model.path":
-                yield f"teachers.{name}.url: servers get no images, which {actor.file} reads: set model_path instead"
+        if actor.vision and key == "model.path":
+            if config.trainer.replay_rollouts:
+                yield f"trainer.replay_rollouts: a record holds no images, which {actor.file} reads: sample instead"
+            for name, teacher in config.teachers.items():
+                if teacher.url:
+                    yield f"teachers.{name}.url: servers get no images, which {actor.file} reads: set model_path"
 
 
 def _reward_model_errors(config: Config, architecture: Architecture) -> Errors:
